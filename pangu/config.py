@@ -115,13 +115,49 @@ def _ultra_moe(latent: dict[str, int], experts: tuple[int, int], expert_size: in
         "latent": latent,
         "num_mtp_layers": 1,
     }
+    mixture["correction_bias"] = values.pop("experts_bias", False)
     dense = values.pop("first_dense_layers")
     return _open_pangu(**{**shared, **values}, experts={**mixture, "first_dense_layers": dense})
+
+
+def _two(sparse: dict[str, int], windows: tuple[int, int], num_layers: int, **values: Any) -> ModelConfig:
+    """openPangu 2.0: Pangu Ultra MoE's parts, residual streams, convolutions, sinks, and layers with sparse attention among
+    those with windows. `windows`: of a layer, and of one of multi-token prediction.
+
+    Source: published config.json values and configuration class. They do not say which layers have sparse attention or norm
+    their streams: here each third and each fifth, which are as many as published. The folders themselves say it.
+    """
+    mtp = values.get("num_mtp_layers", 3)
+    shared = {
+        "rope_theta": 6.4e6,
+        "rope_pairs": "half",
+        "seq_len": 524288,
+        "eod_id": 148902,
+        "loss_ignore_id": 148902,
+        "layer_norm_epsilon": 1e-5,
+        "num_mtp_layers": mtp,
+        "indexer": {"layers": range(0, num_layers, 3), **sparse},
+        "windows": [*(windows[0] if layer % 3 else 0 for layer in range(num_layers)), *[windows[1]] * mtp],
+        "streams": {"num_streams": 4, "norm_layers": range(4, num_layers, 5)},
+    }
+    return _ultra_moe(num_layers=num_layers, **{**shared, **values}, experts_bias=True)
 
 
 def _with_experts(dense: ModelConfig, **experts: Any) -> ModelConfig:
     return dataclasses.replace(dense, experts=ExpertConfig(**experts))
 
+
+_TINY_DIMENSIONS = {name: value for name, value in TINY.items() if name != "num_kv_heads"}
+_TINY_LATENT = {"query_width": 48, "kv_width": 32, "nope_dim": 32, "rope_dim": 16, "value_dim": 32}
+_TWO_LATENT = {
+    "query_width": 1024,
+    "kv_width": 512,
+    "nope_dim": 128,
+    "rope_dim": 64,
+    "value_dim": 128,
+    "num_sinks": 128,
+    "conv_width": 3,
+}
 
 # Parameter counts as published: 350m 345,368,576; 2.6b 2,625,295,360; 13b 12,800,870,400; 200b 206,861,008,896.
 SIZES = {
@@ -174,12 +210,52 @@ SIZES = {
         seq_len=131072,
     ),
     "ultra_moe_tiny": _ultra_moe(
-        {"query_width": 48, "kv_width": 32, "nope_dim": 32, "rope_dim": 16, "value_dim": 32},
+        _TINY_LATENT,
         (8, 2),
         64,
         ffn_hidden_size=256,
         first_dense_layers=1,
-        **{name: value for name, value in TINY.items() if name != "num_kv_heads"},
+        **_TINY_DIMENSIONS,
+    ),
+    # 91,596,785,593 and 504,606,825,873 parameters without multi-token prediction, of which a token uses 5,781,325,753 and
+    # 18,182,905,233.
+    "2_flash": _two(
+        {"top_k": 2048, "num_heads": 24, "head_dim": 128},
+        (512, 2048),
+        46,
+        latent=_TWO_LATENT,
+        experts=(256, 8),
+        expert_size=1024,
+        vocab_size=151552,
+        hidden_size=2560,
+        num_heads=48,
+        ffn_hidden_size=9216,
+        first_dense_layers=2,
+    ),
+    "2_pro": _two(
+        {"top_k": 2048, "num_heads": 24, "head_dim": 128},
+        (512, 2048),
+        50,
+        latent={**_TWO_LATENT, "query_width": 1536},
+        experts=(384, 8),
+        expert_size=1792,
+        vocab_size=151552,
+        hidden_size=5120,
+        num_heads=64,
+        ffn_hidden_size=16128,
+        first_dense_layers=3,
+    ),
+    "2_tiny": _two(
+        {"top_k": 48, "num_heads": 4, "head_dim": 32},
+        (32, 64),
+        num_mtp_layers=1,
+        streams={"num_streams": 4, "norm_layers": (1,)},
+        latent={**_TINY_LATENT, "num_sinks": 8, "conv_width": 3},
+        experts=(8, 2),
+        expert_size=64,
+        ffn_hidden_size=256,
+        first_dense_layers=1,
+        **_TINY_DIMENSIONS,
     ),
     "ultra_135b": _ultra(12288, 94, num_heads=96, num_kv_heads=8, ffn_hidden_size=28672),
 }
@@ -231,6 +307,9 @@ LEARNING_RATES = {
     "embedded_7b": (3e-4, 3e-5),
     "ultra_moe_tiny": (1e-3, 1e-4),
     "ultra_moe_718b": (2e-4, 2e-5),  # not published
+    "2_tiny": (1e-3, 1e-4),
+    "2_flash": (2e-4, 2e-5),  # not published
+    "2_pro": (2e-4, 2e-5),  # not published
     "ultra_135b": (1e-4, 1e-5),  # arXiv:2504.07866
     "pro_moe_tiny": (1e-3, 1e-4),
     "pro_moe_72b": (3e-4, 3e-5),

@@ -33,8 +33,9 @@ SIGMOID: dict[str, Any] = {"router": "sigmoid"}
 """Router of DeepSeek-V3 and of the Pangu models after it."""
 
 
-def read_latent(values: Mapping[str, Any], theta: float | None = None) -> dict[str, Any]:
-    """Fields of a model with latent attention but for its experts. `theta`: of RoPE where it is not given."""
+def read_latent(values: Mapping[str, Any], theta: float | None = None, interleaved: bool = True) -> dict[str, Any]:
+    """Fields of a model with latent attention but for its experts. `theta`, `interleaved`: of RoPE where
+    they are not given."""
     only(values, {"hidden_act": ("silu", "swish"), "attention_dropout": 0.0, "mlp_bias": False})
     rope = read_rope(values)
     if rope.rotated not in (None, 1.0):
@@ -67,7 +68,7 @@ def read_latent(values: Mapping[str, Any], theta: float | None = None) -> dict[s
         "layer_norm_epsilon": values.get("rms_norm_eps", 1e-6),
         "rope_theta": rope_theta(rope, theta),
         "rope_scaling": rope.scaling,
-        "rope_pairs": "adjacent" if values.get("rope_interleave", True) else "half",
+        "rope_pairs": "adjacent" if values.get("rope_interleave", interleaved) else "half",
         "qkv_bias": bias,
         "output_bias": bias,
         "tied_embedding": bool(values.get("tie_word_embeddings", False)),
@@ -144,13 +145,13 @@ def _read_ultra(given: Mapping[str, Any]) -> dict[str, Any]:
     bias = bool(values.get("router_enable_expert_bias", False))
     return {
         **read_latent(values, 2.56e7),
-        **_read_mtp(values),
+        **read_mtp(values),
         "block": "sandwich",
         "experts": read_experts(values, bias),
     }
 
 
-def _read_mtp(values: Mapping[str, Any]) -> dict[str, Any]:
+def read_mtp(values: Mapping[str, Any]) -> dict[str, Any]:
     weight = values.get("mtp_loss_weight")
     given = {} if weight is None else {"mtp_loss_weight": weight}
     return {"num_mtp_layers": values.get("num_nextn_predict_layers") or 0, **given}
@@ -278,7 +279,7 @@ DEEPSEEK = PublishedFormat(
     "deepseek_v3", latent_names("mlp__gate__e_score_correction_bias"), _read_deepseek, _write_deepseek
 )
 
-_SANDWICH = {
+SANDWICH = {
     "post_attention_layernorm__weight": ("attention_output_norm.weight",),
     "pre_mlp_layernorm__weight": ("mlp_norm.weight",),
     "post_mlp_layernorm__weight": ("mlp_output_norm.weight",),
@@ -309,7 +310,7 @@ COPIES = {
 """Tensors that layers of multi-token prediction may be published with, too."""
 ULTRA = PublishedFormat(
     "pangu_ultra_moe",
-    with_mtp(latent_names("mlp__gate__e_score_correction_bias", **_SANDWICH)),
+    with_mtp(latent_names("mlp__gate__e_score_correction_bias", **SANDWICH)),
     _read_ultra,
     _write_ultra,
     copies=COPIES,

@@ -11,6 +11,7 @@ from typing import Any
 
 from pangu.config import OPEN_PANGU, PRO_MOE
 from pangu.latent_weights import DEEPSEEK, ULTRA
+from pangu.two_weights import TWO
 from sporeloom.errors import ConfigError
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.published import (
@@ -168,4 +169,5 @@ PUBLISHED = (
     PublishedFormat("PanguProMoE", _MOE_NAMES, _read_moe, _write_moe),
     DEEPSEEK,
     ULTRA,
+    TWO,
 )

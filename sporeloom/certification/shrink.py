@@ -14,6 +14,7 @@ from typing import Any
 
 from sporeloom.errors import ConfigError
 from sporeloom.models.config import ExpertConfig, ModelConfig
+from sporeloom.models.streams import fields_of_layers
 from sporeloom.planner.task import TrainedTask
 from sporeloom.strategy.config import V_SHAPED, OptimizerParallel, Pipeline, Recompute, Stages, Strategy
 from sporeloom.strategy.mesh import Mesh
@@ -145,7 +146,7 @@ def small_model(model: ModelConfig, strategy: Strategy, processes: int) -> Model
         heads *= 2  # half as many are of keys and values, which cp shards, too
     return dataclasses.replace(
         model,
-        num_layers=max(2, sum(_layers_of_small_stages(strategy, model.num_layers, num_stages))),
+        **fields_of_layers(model, max(2, sum(_layers_of_small_stages(strategy, model.num_layers, num_stages)))),
         hidden_size=HEAD_DIM * heads,
         num_heads=heads,
         **_small_attention(model, strategy, heads),

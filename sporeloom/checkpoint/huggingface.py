@@ -110,8 +110,8 @@ def open_published(folder: Path, family: str | None = None) -> PublishedFolder:
     tensors = stored_tensors(model_files(folder))
     if model.tied_embedding:
         _drop_tied_head(way, tensors, folder)
-    for name, original in way.repeated(model).items():
-        _drop_copy(tensors, name, original, folder)
+    copies = [name for name, original in way.repeated(model).items() if _drop_copy(tensors, name, original, folder)]
+    model = way.with_copies(model, copies)
     if problems := way.problems({name: tensor.shape for name, tensor in tensors.items()}, model):
         raise ConfigError(f"{folder}: {problem}" for problem in problems)
     if problem := tensor_damage(folder):
@@ -136,18 +136,19 @@ def _drop_tied_head(way: PublishedFormat, tensors: dict[str, StoredTensor], fold
     del tensors[head.name]
 
 
-def _drop_copy(tensors: dict[str, StoredTensor], name: str, original: str, folder: Path) -> None:
-    """Leave out a tensor that repeats another one.
+def _drop_copy(tensors: dict[str, StoredTensor], name: str, original: str, folder: Path) -> bool:
+    """Leave out a tensor that repeats another one. Returns whether there was one.
 
     Raises:
         ConfigError: it is another matrix.
     """
     found = tensors.get(name), tensors.get(original)
     if not found[0] or not found[1]:
-        return
+        return False
     if not _are_equal(found[0], found[1]):
         raise ConfigError(f"{folder}: {name} is not {original}, which multi-token prediction shares with the model")
     del tensors[name]
+    return True
 
 
 def _are_equal(first: StoredTensor, second: StoredTensor) -> bool:
@@ -258,8 +259,10 @@ def export_published(
     if problem := tensor_damage(folder):
         raise ConfigError(problem)
     check_shapes({name: tensor.shape for name, tensor in tensors.items()}, parameter_shapes(model), str(folder))
-    described = {name: TensorDescription(dtype, shape) for name, shape in way.shapes(model).items()}
-    parts = way.tensors(model)
+    shapes, parts = way.shapes(model), way.tensors(model)
+    for name, original in way.copies_of(model).items():
+        shapes[name], parts[name] = shapes[original], parts[original]
+    described = {name: TensorDescription(dtype, shape) for name, shape in shapes.items()}
 
     def arrays(names: Sequence[str]) -> Iterator[Iterator[NDArray[Any]]]:
         for name in names:

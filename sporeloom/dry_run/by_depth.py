@@ -92,7 +92,7 @@ def _reduced(
     if recompute:
         recompute = Recompute(kind=recompute.kind, layers=chosen)
     reduced = dataclasses.replace(strategy, pipeline=pipeline, recompute=recompute)
-    return dataclasses.replace(model, num_layers=sum(counts)), reduced
+    return model.with_layers(sum(counts)), reduced
 
 
 def _extended(

@@ -65,6 +65,14 @@ class SlotTable:
 
 
 def cache_bytes(config: ModelConfig, num_rows: int, num_slots: int) -> int:
-    """Bytes of the keys and values of all layers, on all devices together."""
+    """Bytes of the keys and values of all layers, on all devices together; and of what convolutions and sparse attention
+    keep."""
     itemsize = {"float32": 4, "float16": 2, "bfloat16": 2}[config.compute_dtype]
-    return config.num_layers * num_rows * num_slots * sum(config.cache_widths) * itemsize
+    entries = config.num_layers * num_slots * sum(config.cache_widths)
+    if config.indexer:
+        entries += len(config.indexer.layers) * num_slots * config.indexer.head_dim
+    if config.latent and config.latent.conv_width:
+        latent = config.latent
+        channels = (latent.query_width or 0) + latent.kv_width + config.num_heads * latent.value_dim
+        entries += config.num_layers * (latent.conv_width - 1) * channels
+    return num_rows * entries * itemsize

@@ -146,8 +146,10 @@ class CacheDecoder(Rows):
     def clear(self, row: int) -> None:
         self.trim(row, 0)
         for parameter in self.net.get_parameters():
-            shape = self.num_rows, self.config.kv_heads, self.slot_table.num_slots, parameter.shape[-1]
-            held = self.engine.held_slices(parameter.name, shape) if CACHE in parameter.name else None
+            if CACHE not in parameter.name:
+                continue
+            shape = self.num_rows, self.config.kv_heads, *parameter.shape[2:]
+            held = self.engine.held_slices(parameter.name, shape)
             if held and held[0].start <= row < held[0].stop:
                 parameter = getattr(parameter, "in_float32", parameter)  # where no kernel computes in its own type
                 values = parameter.asnumpy().copy()
@@ -164,7 +166,7 @@ class CachedDecoder(CacheDecoder):
 
     def __init__(self, *of: Any, **more: Any):
         super().__init__(*of, **more)
-        self.reusable = self.chunk
+        self.reusable = 0 if self.config.has_convolutions else self.chunk  # whose states are those of the last tokens
         self.in_replica = self.num_rows // self.num_replicas
         self.adapters: NDArray[np.int64] | None = None
         if self.net.has_several_adapters:

@@ -24,6 +24,7 @@ from sporeloom.nn.attention import Attention
 from sporeloom.nn.blocks import Block, DecoderLayer, ParallelBlock, SandwichLayer
 from sporeloom.nn.head import TiedHead
 from sporeloom.nn.int8 import Int8Head, Int8Linear, Int8TiedHead
+from sporeloom.nn.latent_attention import LatentAttention
 from sporeloom.nn.linear import Linear
 from sporeloom.nn.lora import LoRALinear
 from sporeloom.nn.mlp import ErfGelu, FastGelu, GatedMLP, SiLU, TanhGelu
@@ -134,7 +135,9 @@ def rows_are_alone(net: nn.Cell) -> bool:
     """Whether what a row gets is the same to the bit however many rows there are: its products are all by the library, which
     sums each entry in one order. MindSpore's own choose an order by the number of rows."""
     products = [
-        c for _, c in net.cells_and_names() if isinstance(c, Attention | AdaptedProduct | LoRALinear | TiedHead)
+        c
+        for _, c in net.cells_and_names()
+        if isinstance(c, Attention | LatentAttention | AdaptedProduct | LoRALinear | TiedHead)
     ]
     return not net.has_several_adapters and all(getattr(cell, "has_kernel", False) for cell in products)
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from sporeloom.errors import ConfigError
 from sporeloom.models.latent import LatentConfig
 from sporeloom.models.rope_scaling import RopeScaling
+from sporeloom.models.streams import IndexerConfig, StreamsConfig, fields_of_layers, further_problems
 from sporeloom.numbers import Count, Depth, Natural, NotNegative, Positive, Rate, number_problems
 
 Activation = Literal["gelu", "gelu_tanh", "fast_gelu", "silu"]
@@ -20,6 +21,8 @@ AttentionKernel = Literal["auto", "plain", "flash"]
 
 NO_LABEL = -1
 """Label of a token that no other follows: it is padding, which experts do not process."""
+FURTHER = (("indexer", IndexerConfig), ("streams", StreamsConfig))
+"""Parts of openPangu 2.0."""
 
 
 class Widths:
@@ -246,12 +249,23 @@ class ModelConfig(Widths):
     """Number of multi-token prediction layers: depth d predicts the token d + 1 positions on, in training."""
     mtp_loss_weight: NotNegative = 0.3
     """Coefficient of the mean of their losses."""
+    mtp_repeats_embedding: bool = False
+    """Each of these layers is published with a copy of the token embedding; computes nothing."""
+    mtp_repeats_head: bool = False
+    """Each of these layers is published with a copy of the head; computes nothing."""
     z_loss: NotNegative = 0.0
     """Coefficient of the z-loss, which is the mean of log(sum(exp(logits)))^2."""
     dropout_rate: Rate = 0.1
     """Dropout rate of the embedding, the attention probabilities and both residual branches in training."""
     latent: LatentConfig | None = None
     """Latent attention (MLA) in place of keys and values of each head; default: none."""
+    windows: tuple[Natural, ...] = ()
+    """Sliding window of each layer, and of each of multi-token prediction: the number of tokens that a token attends to,
+    itself included; 0: all. With `latent`; default: no windows."""
+    indexer: IndexerConfig | None = None
+    """Sparse attention of some layers, with `latent`; default: none."""
+    streams: StreamsConfig | None = None
+    """Hyper-connections in sandwich blocks; default: one residual stream."""
     experts: ExpertConfig | None = None
     """A mixture of experts in place of the MLP of some layers; default: none."""
     eod_id: Natural = 9
@@ -278,9 +292,14 @@ class ModelConfig(Widths):
     """Initial weight of the norms after attention and after the MLP of a sandwich block."""
 
     def __post_init__(self) -> None:
-        for name in ("stop_ids", "sandwich_gains"):  # lists in JSON
+        for name in ("stop_ids", "sandwich_gains", "windows"):  # lists in JSON
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        for name, kind in (("rope_scaling", RopeScaling), ("latent", LatentConfig), ("experts", ExpertConfig)):
+        for name, kind in (
+            ("rope_scaling", RopeScaling),
+            ("latent", LatentConfig),
+            ("experts", ExpertConfig),
+            *FURTHER,
+        ):
             if isinstance(getattr(self, name), dict):
                 object.__setattr__(self, name, kind(**getattr(self, name)))
         if problems := list(self._problems()):
@@ -300,6 +319,7 @@ class ModelConfig(Widths):
             yield f"rope_dim {self.rotated} must be even and at most the {self.head_size} of a head"
         if self.rope_scaling and self.position != "rotary":
             yield f"rope_scaling is for position rotary, not {self.position}"
+        yield from further_problems(self)
         if self.query_layer and (self.position, self.block) != ("learned", "sequential"):
             yield (f"query_layer needs learned positions and sequential blocks, not {self.position} and {self.block}")
         if self.num_mtp_layers and (self.query_layer or self.dropout_rate or self.value_head or self.num_domains > 1):
@@ -341,9 +361,22 @@ class ModelConfig(Widths):
         return (self.latent.kv_width, self.latent.rope_dim) if self.latent else (self.kv_size, self.kv_size)
 
     @property
+    def has_convolutions(self) -> bool:
+        """Whether attention has causal convolutions."""
+        return self.latent is not None and self.latent.conv_width > 0
+
+    def has_indexer(self, layer: int) -> bool:
+        """Whether layer number `layer` has sparse attention."""
+        return self.indexer is not None and layer in self.indexer.layers
+
+    @property
     def end_ids(self) -> tuple[int, ...]:
         """All tokens that end a generated text."""
         return tuple(dict.fromkeys((self.eod_id, *self.stop_ids)))
+
+    def with_layers(self, count: int) -> ModelConfig:
+        """This model with the first `count` of its layers."""
+        return dataclasses.replace(self, **fields_of_layers(self, count))
 
     def with_value_head(self) -> ModelConfig:
         """The reward model, or critic, of this size."""
@@ -447,9 +480,13 @@ class ModelConfig(Widths):
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as in config.json."""
-        return {
-            name: list(value) if isinstance(value, tuple) else value for name, value in dataclasses.asdict(self).items()
-        }
+        return {name: _as_json(value) for name, value in dataclasses.asdict(self).items()}
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _as_json(entry) for name, entry in value.items()}
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _choice_problems(config: Any, prefix: str = "") -> Iterator[str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sporeloom.errors import ConfigError
-from sporeloom.numbers import Count, Positive, number_problems
+from sporeloom.numbers import Count, Natural, Positive, number_problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,10 @@ class LatentConfig:
     """Width of each head's values."""
     norm_epsilon: Positive = 1e-6
     """Epsilon of the norms of both latents."""
+    num_sinks: Natural = 0
+    """Number of learned latents and shared keys in front of all tokens, which every token attends to, too."""
+    conv_width: Natural = 0
+    """Width of depthwise causal convolutions (MoME) of both latents and of the attention's output; 0: none."""
 
     def __post_init__(self) -> None:
         if problems := list(self._problems()):
@@ -36,6 +40,8 @@ class LatentConfig:
         yield from number_problems(self, lambda name: f"latent.{name}")
         if self.rope_dim % 2:
             yield f"latent.rope_dim {self.rope_dim} must be even"
+        if self.conv_width and self.query_width is None:
+            yield "latent.conv_width needs latent.query_width"
 
     @property
     def head_size(self) -> int:

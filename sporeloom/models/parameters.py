@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.latent import LatentConfig
+from sporeloom.models.streams import StreamsConfig
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -35,6 +36,8 @@ def parameter_shapes(config: ModelConfig) -> Shapes:
     mtp = {
         f"mtp.{depth}.{name}": shape for depth in range(config.num_mtp_layers) for name, shape in _mtp(config, depth)
     }
+    if config.streams:
+        mtp |= dict(_gates("streams_out", config, config.streams, config.streams.num_streams, 1))
     return {**tables, **layers, **mtp, **dict(_norm("final_norm", config))}
 
 
@@ -48,14 +51,15 @@ def _mtp(config: ModelConfig, depth: int) -> Iterator[tuple[str, tuple[int, ...]
 
 def layer_shapes(config: ModelConfig, layer: int) -> Shapes:
     """Shape of each parameter of layer number `layer`, by its name within the layer."""
-    attention = _latent_attention(config, config.latent) if config.latent else _attention(config)
+    attention = _latent_attention(config, config.latent, layer) if config.latent else _attention(config)
     mlp = _experts(config) if config.has_experts(layer) else _mlp("mlp", config, config.ffn_size)
     names = {
         "sequential": ("attention_norm", "mlp_norm"),
         "parallel": ("attention_norm",),
         "sandwich": ("attention_norm", "attention_output_norm", "mlp_norm", "mlp_output_norm"),
     }[config.block]
-    return dict([*(entry for name in names for entry in _norm(name, config)), *attention, *mlp])
+    streams = _streams(config, config.streams, layer) if config.streams and layer < config.num_layers else ()
+    return dict([*(entry for name in names for entry in _norm(name, config)), *attention, *mlp, *streams])
 
 
 def _attention(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -65,7 +69,7 @@ def _attention(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield from _linear("attention.output", config.query_size, config.hidden_size, config.output_bias)
 
 
-def _latent_attention(config: ModelConfig, latent: LatentConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _latent_attention(config: ModelConfig, latent: LatentConfig, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     d, heads = config.hidden_size, config.num_heads
     if latent.query_width:
         yield from _linear("attention.query_down", d, latent.query_width, config.qkv_bias)
@@ -77,6 +81,35 @@ def _latent_attention(config: ModelConfig, latent: LatentConfig) -> Iterator[tup
     yield "attention.kv_norm.weight", (latent.kv_width,)
     yield from _linear("attention.kv_up", latent.kv_width, heads * latent.key_value_size, False)
     yield from _linear("attention.output", heads * latent.value_dim, d, config.output_bias)
+    if latent.num_sinks:
+        yield "attention.sink_latents", (latent.num_sinks, latent.kv_width)
+        yield "attention.sink_keys", (latent.num_sinks, latent.rope_dim)
+    if latent.conv_width and latent.query_width:
+        widths = {"query": latent.query_width, "kv": latent.kv_width, "output": heads * latent.value_dim}
+        yield from ((f"attention.{name}_conv.weight", (size, 1, latent.conv_width)) for name, size in widths.items())
+    if config.indexer and config.has_indexer(layer) and latent.query_width:
+        size = config.indexer.head_dim
+        yield from _linear("attention.indexer.query", latent.query_width, config.indexer.num_heads * size, False)
+        yield from _linear("attention.indexer.key", d, size, False)
+        yield "attention.indexer.key_norm.weight", (size,)
+        yield from _linear("attention.indexer.weights", d, config.indexer.num_heads, False)
+
+
+def _streams(config: ModelConfig, streams: StreamsConfig, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for part in ("attention", "mlp"):
+        yield from _gates(f"{part}_streams", config, streams, streams.num_gates, 3)
+    if layer in streams.norm_layers:
+        yield "block_norm.weight", (streams.num_streams * config.hidden_size,)
+
+
+def _gates(
+    name: str, config: ModelConfig, streams: StreamsConfig, count: int, kinds: int
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    width = streams.num_streams * config.hidden_size
+    yield f"{name}.norm.weight", (width,)
+    yield f"{name}.gates.weight", (count, width)
+    yield f"{name}.alpha", (kinds,)
+    yield f"{name}.beta", (count,)
 
 
 def num_parameters(config: ModelConfig) -> int:

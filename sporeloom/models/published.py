@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,6 +24,10 @@ MTP = "{m}"
 EXPERT = "{e}"
 """In a name: the number of an expert. Published experts are separate tensors, here they are one tensor with a dim
 for the expert."""
+
+
+COPY_FIELDS = {"embedding.word.weight": "mtp_repeats_embedding", "head.weight": "mtp_repeats_head"}
+"""Parameter -> the field that says whether published layers of multi-token prediction repeat it."""
 
 
 class ParameterPart(NamedTuple):
@@ -90,8 +95,9 @@ class PublishedFormat:
             )
         return result
 
-    def repeated(self, config: ModelConfig) -> dict[str, str]:
-        """Published name of what may be stored twice -> name of the tensor that it repeats."""
+    def repeated(self, config: ModelConfig, only_of: Collection[str] | None = None) -> dict[str, str]:
+        """Published name of what may be stored twice -> name of the tensor that it repeats. `only_of`: copies of these
+        parameters alone."""
         numbers = range(
             config.num_layers + self.first_layer, config.num_layers + self.first_layer + config.num_mtp_layers
         )
@@ -100,7 +106,18 @@ class PublishedFormat:
             theirs.replace(MTP, str(number)): str(self.name_of(head if ours == "head.weight" else ours))
             for theirs, ours in self.copies.items()
             for number in numbers
+            if only_of is None or ours in only_of
         }
+
+    def copies_of(self, config: ModelConfig) -> dict[str, str]:
+        """Published name of each copy that this model is published with -> name of the tensor that it repeats."""
+        return self.repeated(config, [name for name, field in COPY_FIELDS.items() if getattr(config, field)])
+
+    def with_copies(self, config: ModelConfig, found: Collection[str]) -> ModelConfig:
+        """The model as published with the copies `found`, of which one counts if every layer that may have it does."""
+        has = {field: self.repeated(config, [name]).keys() for name, field in COPY_FIELDS.items()}
+        fields: dict[str, Any] = {field: bool(names) and names <= set(found) for field, names in has.items()}
+        return dataclasses.replace(config, **fields) if any(fields.values()) else config
 
     def name_of(self, ours: str) -> str | None:
         """Published name of a parameter that has one of its own and belongs to no layer."""

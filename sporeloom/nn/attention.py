@@ -29,17 +29,34 @@ def _column(count):
     return Tensor(np.arange(count, dtype=np.int32)[:, None])
 
 
-class Mask(nn.Cell):
-    """Additive attention bias, 0 where a token may attend and -10000 elsewhere; for FlashAttention 0 and 1."""
+@ops.constexpr
+def _sinks(count):
+    """(N,): positions of sinks, before those of all tokens."""
+    return Tensor(np.arange(-count, 0, dtype=np.int32))
 
-    def __init__(self, flash=False):
+
+class Mask(nn.Cell):
+    """Additive attention bias, 0 where a token may attend and -10000 elsewhere; for FlashAttention 0 and 1.
+
+    Args:
+        num_sinks: keys in front of all tokens' that every token attends to.
+    """
+
+    def __init__(self, flash=False, num_sinks=0):
         super().__init__()
+        self.num_sinks = num_sinks
+        if num_sinks:
+            self.sees_sink, self.join_sinks = ops.GreaterEqual(), ops.Concat(-1)
         self.expand_positions, self.expand_bias = ops.ExpandDims(), ops.ExpandDims()
         self.cast, self.hidden, self.scale = ops.Cast(), ops.Sub(), ops.Mul()
         self.has_flash, self.negate = flash, ops.LogicalNot()
 
     def construct(self, positions):  # (B, T) -> (B, 1, T, keys)
-        return self.bias(self.visible(self.expand_positions(positions, -1)))
+        positions = self.expand_positions(positions, -1)
+        visible = self.visible(positions)
+        if self.num_sinks:
+            visible = self.join_sinks((self.sees_sink(positions, _sinks(self.num_sinks)), visible))
+        return self.bias(visible)
 
     def bias(self, visible):  # (B, T, keys) -> (B, 1, T, keys)
         if self.has_flash and on_ascend():
@@ -54,8 +71,8 @@ class DocumentMask(Mask):
     alone say where documents begin. Nothing of the size (T, T) is a constant: graphs of long sequences would hold it.
     """
 
-    def __init__(self, flash=False):
-        super().__init__(flash)
+    def __init__(self, flash=False, num_sinks=0):
+        super().__init__(flash, num_sinks)
         self.first, self.last = ops.Sub(), ops.Add()
         self.not_before, self.not_after, self.both = ops.LessEqual(), ops.LessEqual(), ops.LogicalAnd()
 
@@ -66,17 +83,37 @@ class DocumentMask(Mask):
         return self.both(self.not_before(first, _places(length)), self.not_after(_places(length), last))
 
 
+class WindowMask(DocumentMask):
+    """Mask of full sequences with a sliding window: a token attends to so many of its document up to itself."""
+
+    def __init__(self, window: int, num_sinks: int = 0):
+        super().__init__(False, num_sinks)
+        self.window, self.nearest = window, ops.Maximum()
+
+    def visible(self, positions):  # (B, T, 1) -> (B, T, T)
+        length = positions.shape[1]
+        first = self.first(_column(length), positions)
+        last = self.last(first, positions)
+        first = self.nearest(first, self.first(last, self.window - 1))
+        return self.both(self.not_before(first, _places(length)), self.not_after(_places(length), last))
+
+
 class SlotMask(Mask):
     """Mask of tokens whose keys are in the slots of a cache, slot i those of position i: a token attends to the
-    slots up to its own."""
+    slots up to its own, with a window to so many of them."""
 
-    def __init__(self, capacity):
-        super().__init__()
-        self.capacity = capacity
+    def __init__(self, capacity, num_sinks=0, window=0):
+        super().__init__(False, num_sinks)
+        self.capacity, self.window = capacity, window
         self.not_after = ops.LessEqual()
+        if window:
+            self.before, self.not_before, self.both = ops.Sub(), ops.Less(), ops.LogicalAnd()
 
     def visible(self, positions):  # (B, T, 1) -> (B, T, S)
-        return self.not_after(_places(self.capacity), positions)
+        visible = self.not_after(_places(self.capacity), positions)
+        if not self.window:
+            return visible
+        return self.both(visible, self.not_before(self.before(positions, self.window), _places(self.capacity)))
 
 
 class Attention(nn.Cell):

@@ -29,7 +29,7 @@ class Block(nn.Cell):
     def __init__(self, config: ModelConfig, dtype: mstype.Type, layer: int):
         super().__init__()
         self.attention_norm = build_norm(config, dtype)
-        self.attention = (LatentAttention if config.latent else Attention)(config, dtype)
+        self.attention = LatentAttention(config, dtype, layer) if config.latent else Attention(config, dtype)
         self.attention_add = ops.Add()
         self.has_experts = config.has_experts(layer)
         if self.has_experts:

@@ -13,19 +13,39 @@ class NoCache(nn.Cell):
         return k, v
 
 
-class KVCache(nn.Cell):
+class KeyCache(nn.Cell):
+    """Keys of every row's tokens, (R, KV, S, D/H): R rows of S slots, written in place."""
+
+    def __init__(self, shape: tuple[int, int, int, int], dtype: mstype.Type):
+        super().__init__()
+        self.num_rows = shape[0]
+        self.keys = Parameter(initializer("zeros", shape, dtype), requires_grad=False)
+        self.append_keys, self.rows, self.row, self.pick_keys = (
+            ops.ScatterNdUpdate(),
+            ops.StridedSlice(),
+            ops.ReduceMax(),
+            ops.Gather(),
+        )
+
+    def construct(self, k, slots):
+        """k: (B, KV, T, D/H); slots: (B, KV, T, 3), as for `KVCache`. Returns all keys of the B rows."""
+        keys = self.append_keys(self.keys, slots, k)
+        return keys if slots.shape[0] == self.num_rows else self.pick_keys(keys, self.row_of(slots), 0)
+
+    def row_of(self, slots):
+        batch, heads, length, _ = slots.shape
+        return self.row(self.rows(slots, (0, 0, 0, 0), (batch, heads, length, 1), (1, 1, 1, 1)), (1, 2, 3))
+
+
+class KVCache(KeyCache):
     """Keys and values of every row's tokens, (R, KV, S, D/H) each: R rows of S slots, written in place. Values may be
     of another width."""
 
     def __init__(self, shape: tuple[int, int, int, int], dtype: mstype.Type, value_width: int | None = None):
-        super().__init__()
-        self.num_rows = shape[0]
-        self.keys = Parameter(initializer("zeros", shape, dtype), requires_grad=False)
+        super().__init__(shape, dtype)
         of_values = (*shape[:3], value_width or shape[3])
         self.values = Parameter(initializer("zeros", of_values, dtype), requires_grad=False)
-        self.append_keys, self.append_values = ops.ScatterNdUpdate(), ops.ScatterNdUpdate()
-        self.rows, self.row = ops.StridedSlice(), ops.ReduceMax()
-        self.pick_keys, self.pick_values = ops.Gather(), ops.Gather()
+        self.append_values, self.pick_values = ops.ScatterNdUpdate(), ops.Gather()
 
     def construct(self, k, v, slots):
         """k, v: (B, KV, T, D/H); slots: (B, KV, T, 3), the row, head and slot of each among those this device holds.
@@ -33,8 +53,7 @@ class KVCache(nn.Cell):
         Returns all keys and values of the B rows: where those are not all R rows, of the ones that `slots` names.
         """
         keys, values = self.append_keys(self.keys, slots, k), self.append_values(self.values, slots, v)
-        batch, heads, length, _ = slots.shape
-        if batch == self.num_rows:
+        if slots.shape[0] == self.num_rows:
             return keys, values
-        row = self.row(self.rows(slots, (0, 0, 0, 0), (batch, heads, length, 1), (1, 1, 1, 1)), (1, 2, 3))
+        row = self.row_of(slots)
         return self.pick_keys(keys, row, 0), self.pick_values(values, row, 0)

@@ -9,12 +9,15 @@ from mindspore import nn, ops
 
 from sporeloom.errors import ConfigError
 from sporeloom.models.config import ModelConfig
-from sporeloom.nn.attention import Attention, DocumentMask, SlotMask
+from sporeloom.nn.attention import Attention, DocumentMask, SlotMask, WindowMask
 from sporeloom.nn.blocks import BLOCKS
+from sporeloom.nn.causal_conv import CausalConv, ConvPlaces
 from sporeloom.nn.dropout import number_dropouts
 from sporeloom.nn.embedding import TokenEmbedding
 from sporeloom.nn.flash import chooses_flash
 from sporeloom.nn.head import Head, TiedHead, ValueHead
+from sporeloom.nn.hyper_connections import StreamLayer, StreamReader
+from sporeloom.nn.indexer import Indexer
 from sporeloom.nn.latent_attention import LatentAttention
 from sporeloom.nn.loss import CrossEntropy
 from sporeloom.nn.moe import TokenGroups
@@ -38,12 +41,15 @@ class Decoder(nn.Cell):
         self.config, self.tied_embedding = config, config.tied_embedding
         self.has_experts = config.experts is not None
         self.embedding = TokenEmbedding(config, dtype)
-        self.mask = DocumentMask(chooses_flash(config))
+        self.num_sinks = config.latent.num_sinks if config.latent else 0
+        self.mask = DocumentMask(chooses_flash(config), self.num_sinks)
         self.has_rotary = config.position == "rotary"
         if self.has_rotary:
             self.angles = Angles(config)
         plain = [path for path in config.layers if path.startswith("layers.")]
-        self.layers = nn.CellList([BLOCKS[config.block](config, dtype, layer) for layer in range(len(plain))])
+        block = StreamLayer if config.streams else BLOCKS[config.block]
+        self.layers = nn.CellList([block(config, dtype, layer) for layer in range(len(plain))])
+        self.build_further(config)
         if config.num_mtp_layers:
             self.mtp = nn.CellList([MTPLayer(config, dtype, depth) for depth in range(config.num_mtp_layers)])
             self.known_token = ops.Maximum()
@@ -51,6 +57,29 @@ class Decoder(nn.Cell):
         self.final_norm = build_norm(config, dtype)
         self.head = (ValueHead if config.value_head else TiedHead if config.tied_embedding else Head)(config, dtype)
         number_dropouts(self)
+
+    def build_further(self, config):
+        """Streams, windows, and what convolutions need of positions."""
+        self.has_streams, self.has_windows = config.streams is not None, any(config.windows)
+        if config.streams:
+            self.num_streams, self.repeat = config.streams.num_streams, ops.Tile()
+            self.streams_out = StreamReader(config, reads_only=True)
+        if self.has_windows:
+            windows = sorted(set(config.windows) - {0})
+            self.window_masks = nn.CellList([WindowMask(window, self.num_sinks) for window in windows])
+            self.mask_of_layer = tuple(1 + windows.index(window) if window else 0 for window in config.windows)
+        width = config.latent.conv_width if config.latent else 0
+        self.has_conv, self.first_inside = width > 0, width - 1
+        if self.has_conv:
+            self.is_inside, self.inside_number, self.inside_column = ops.GreaterEqual(), ops.Cast(), ops.ExpandDims()
+            self.conv_dtype = getattr(mstype, config.compute_dtype)
+
+    def biases(self, positions):
+        """The mask of each layer."""
+        masks = (self.mask(positions),)
+        if self.has_windows:
+            masks += tuple([mask(positions) for mask in self.window_masks])
+        return masks
 
     def build_top(self, config, dtype):
         """Parts that `top` uses besides the final norm; a decoder has none."""
@@ -74,9 +103,14 @@ class Decoder(nn.Cell):
                     f"which a cache holds; give seq_len {scaling.original}, or scale with ntk or yarn"
                 )
             self.angles.is_dynamic = False
-        self.mask = SlotMask(capacity)
+        self.mask = SlotMask(capacity, self.num_sinks)
+        if self.has_windows:
+            windows = [mask.window for mask in self.window_masks]
+            self.window_masks = nn.CellList([SlotMask(capacity, self.num_sinks, window) for window in windows])
+        if self.has_conv:
+            self.conv_places = ConvPlaces(self.first_inside + 1, capacity)
         for name, cell in self.cells_and_names():
-            if isinstance(cell, Attention | LatentAttention):
+            if isinstance(cell, Attention | LatentAttention | Indexer | CausalConv) and not name.startswith("mtp."):
                 cell.attach_cache(num_rows, capacity)
                 cell.cache.update_parameters_name(f"{name}.cache.")
 
@@ -94,30 +128,48 @@ class Decoder(nn.Cell):
     def hidden(self, tokens, positions, slots=None, dropout_keys=None, shares=None, groups=None, kept=None):
         """Input of the head (B*T, D), and the losses of the routers. `kept`: the output of `draw_kept` of
         `sporeloom.data.random_ltd`, where layers drop tokens."""
-        x, losses, bias, _ = self.stream(tokens, positions, slots, dropout_keys, shares, groups, kept)
-        return self.top(x, positions, bias, slots, dropout_keys), losses
+        x, losses, masks, _ = self.stream(tokens, positions, slots, dropout_keys, shares, groups, kept)
+        return self.top(x, positions, masks[0], slots, dropout_keys), losses
 
     def stream(self, tokens, positions, slots=None, dropout_keys=None, shares=None, groups=None, kept=None):
-        """Output of the last of `layers`, the losses of the routers, and the mask and angles of the positions."""
+        """Output of the last of `layers`, the losses of the routers, and the masks and angles of the positions."""
         kept = None if kept is None else (*kept, positions)
-        bias = self.mask(positions)
+        masks = self.biases(positions)
+        bias = masks[0]
         angles = self.angles(positions) if self.has_rotary else None
+        if self.has_conv:
+            angles = self.with_conv(angles, positions, slots)
         x, losses = self.embedding(tokens, positions, dropout_keys), None
-        for layer in self.layers:
+        if self.has_streams:
+            x = self.repeat(x, (1, self.num_streams))
+        for number, layer in enumerate(self.layers):
+            if self.has_windows:
+                bias = masks[self.mask_of_layer[number]]
             if self.has_experts:
                 x, losses = layer(x, bias, angles, slots, dropout_keys, tokens, shares, losses, groups)
             else:
                 x = layer(x, bias, angles, slots, dropout_keys, kept=kept)
-        return x, losses, bias, angles
+        if self.has_streams:
+            x, _ = self.streams_out(x)
+        return x, losses, masks, angles
+
+    def with_conv(self, angles, positions, slots):
+        """The angles, and what convolutions need (`CausalConv`)."""
+        inside = self.inside_number(self.is_inside(positions, self.first_inside), self.conv_dtype)
+        inside = self.inside_column(inside, 2)
+        return (*angles, inside) if slots is None else (*angles, inside, *self.conv_places(slots))
 
     def logits_of_depths(self, tokens, positions, later, shares=None, groups=None):
         """Logits of the next token and of each depth of multi-token prediction, (B*T, V) each, and the losses of the routers.
 
         `later`: for each depth d the tokens d positions on, (B, T); any token below 0 where there is none.
         """
-        x, losses, bias, angles = self.stream(tokens, positions, None, None, shares, groups)
+        x, losses, masks, angles = self.stream(tokens, positions, None, None, shares, groups)
+        bias = masks[0]
         logits = (self.head(self.top(x, positions, bias, None, None), self.embedding.word.weight),)
         for depth, layer in enumerate(self.mtp):
+            if self.has_windows:
+                bias = masks[self.mask_of_layer[self.config.num_layers + depth]]
             embedded = self.embedding(self.known_token(later[depth], 0), positions)
             x, losses = layer(x, embedded, bias, angles, tokens, shares, losses, groups)
             logits = (*logits, self.head(layer.head_norm(x), self.embedding.word.weight))

@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Multi-head latent attention (MLA). Source: arXiv:2405.04434 section 2.1; DeepSeek-V3.
 
-B batch, T tokens, S keys, H heads; R width of the latent; N and P features of a head without and with positions; V of its
-values.
+B batch, T tokens, S keys, H heads, M sinks; R width of the latent; N and P features of a head without and with positions;
+V of its values.
 """
 
 import math
 
+from mindspore import Parameter, nn, ops
 from mindspore import dtype as mstype
-from mindspore import nn, ops
+from mindspore.common.initializer import Normal, initializer
 
 from sporeloom.errors import ConfigError
 from sporeloom.models.config import ModelConfig
 from sporeloom.nn.cache import KVCache, NoCache
+from sporeloom.nn.causal_conv import CausalConv
 from sporeloom.nn.dropout import AttentionDropout, Dropout
+from sporeloom.nn.indexer import Indexer
 from sporeloom.nn.linear import Linear
 from sporeloom.nn.norm import RMSNorm
 from sporeloom.nn.rotary import Rotary
@@ -29,7 +32,7 @@ class LatentAttention(nn.Cell):
     num_kv_heads = 1
     """Heads of the cache."""
 
-    def __init__(self, config: ModelConfig, dtype: mstype.Type):
+    def __init__(self, config: ModelConfig, dtype: mstype.Type, layer: int = 0):
         super().__init__()
         latent, d, std = config.latent, config.hidden_size, config.qkv_init_std
         assert latent is not None
@@ -48,6 +51,21 @@ class LatentAttention(nn.Cell):
         self.kv_norm = RMSNorm(latent.kv_width, latent.norm_epsilon, dtype)
         self.kv_up = Linear(latent.kv_width, config.num_heads * latent.key_value_size, std, dtype, False)
         self.output = Linear(config.num_heads * latent.value_dim, d, config.output_std, dtype, config.output_bias)
+        self.has_conv, self.num_sinks = latent.conv_width > 0, latent.num_sinks
+        if self.has_conv:
+            self.query_conv = CausalConv(query_width or d, latent.conv_width, config.init_std, dtype)
+            self.kv_conv = CausalConv(latent.kv_width, latent.conv_width, config.init_std, dtype)
+            sizes = config.num_heads * latent.value_dim, latent.conv_width
+            self.output_conv = CausalConv(*sizes, config.init_std, dtype)
+        if self.num_sinks:
+            self.sink_latents = Parameter(initializer(Normal(std), (latent.num_sinks, latent.kv_width), mstype.float32))
+            self.sink_keys = Parameter(initializer(Normal(std), (latent.num_sinks, latent.rope_dim), mstype.float32))
+            self.first_key, self.nothing, self.sink_rows = ops.StridedSlice(), ops.ZerosLike(), ops.Add()
+            self.shared_sinks, self.flat_sinks, self.sink_cast = ops.Add(), ops.Reshape(), ops.Cast()
+            self.join_keys, self.join_values, self.join_shared = ops.Concat(2), ops.Concat(2), ops.Concat(2)
+        self.has_indexer = config.has_indexer(layer)
+        if self.has_indexer:
+            self.indexer = Indexer(config, dtype)
         scaling = config.rope_scaling
         self.factor = (scaling.of_latent_scores if scaling else 1.0) / math.sqrt(latent.head_size)
         self.query_rotary, self.key_rotary = Rotary(config, dtype), Rotary(config, dtype)
@@ -86,45 +104,57 @@ class LatentAttention(nn.Cell):
         self.absorb_key, self.absorb_value = ops.BatchMatMul(), ops.BatchMatMul(transpose_b=True)
 
     def construct(self, query_input, x, bias, angles=None, slots=None, dropout_keys=None):
-        """query_input, x: (B*T, D); bias: (B, 1, T, S), from `Mask`; angles: of RoPE."""
+        """query_input, x: (B*T, D); bias: (B, 1, T, M + S), from `Mask`; angles: of RoPE, and what `CausalConv` needs."""
         batch, _, length, _ = bias.shape
-        q_nope, q_rope = self.queries(query_input, angles, (batch, length), dropout_keys)
+        q_nope, q_rope, query_latent = self.queries(query_input, angles, (batch, length), dropout_keys)
+        if self.has_indexer:
+            bias = self.indexer(x, query_latent, bias, angles, slots)
         latent, shared = self.latents(x, angles, (batch, length), dropout_keys)
         if self.is_cached:
             latent, shared = self.cache(
                 self.reshape(latent, (batch, 1, length, self.width)), self.shared_transpose(shared, (0, 2, 1, 3)), slots
             )
+            if self.num_sinks:
+                latent, shared = self.after_sinks(latent, shared)
             y = self.attend_latents(q_nope, q_rope, latent, shared, bias)
         else:
             shared = self.shared_transpose(shared, (0, 2, 1, 3))  # (B, 1, T, P)
             k, v = self.keys_and_values(latent, (batch, length), dropout_keys)
+            if self.num_sinks:
+                sinks, shared = self.sinks(shared)
+                sink_keys, sink_values = self.keys_and_values(sinks, (batch, self.num_sinks), None)
+                k, v = self.join_keys((sink_keys, k)), self.join_values((sink_values, v))
             scores = self.head_scores(self.nope_transpose(q_nope, (0, 2, 1, 3)), k)
             probs = self.probs(scores, self.with_shared(q_rope, shared), bias, dropout_keys)
             y = self.head_context(probs, v)  # (B, H, T, V)
         y = self.reshape(self.merge_transpose(y, (0, 2, 1, 3)), (-1, self.num_heads * self.value_dim))
+        if self.has_conv:
+            y = self.output_conv(y, angles[2:])
         return self.dropout(self.output(y, dropout_keys), dropout_keys)
 
     def queries(self, x, angles, sizes, dropout_keys):
-        """(B*T, D) -> (B, T, H, N), (B, T, H, P), rotated."""
-        batch, length = sizes
+        """(B*T, D) -> (B, T, H, N), (B, T, H, P), rotated, and the latent of the queries, or None."""
+        (batch, length), latent = sizes, None
         if self.has_query_latent:
-            q = self.query_up(self.query_norm(self.query_down(x, dropout_keys)), dropout_keys)
+            latent = self.query_down(x, dropout_keys)
+            latent = self.query_norm(self.query_conv(latent, angles[2:]) if self.has_conv else latent)
+            q = self.query_up(latent, dropout_keys)
         else:
             q = self.query(x, dropout_keys)
         q = self.reshape(q, (batch, length, self.num_heads, self.nope + self.rope))
-        cos, sin = angles
-        q_rope = self.query_rotary(self.features(q, self.nope, self.nope + self.rope), cos, sin)
-        return self.features(q, 0, self.nope), q_rope
+        q_rope = self.query_rotary(self.features(q, self.nope, self.nope + self.rope), angles[0], angles[1])
+        return self.features(q, 0, self.nope), q_rope, latent
 
     def latents(self, x, angles, sizes, dropout_keys):
         """(B*T, D) -> the normed latent (B*T, R), and the key that all heads share, (B, T, 1, P), rotated."""
         batch, length = sizes
         down = self.kv_down(x, dropout_keys)
         rows = down.shape[0]
-        latent = self.kv_norm(self.cut_latent(down, (0, 0), (rows, self.width), (1, 1)))
+        latent = self.cut_latent(down, (0, 0), (rows, self.width), (1, 1))
+        latent = self.kv_norm(self.kv_conv(latent, angles[2:]) if self.has_conv else latent)
         shared = self.cut_latent(down, (0, self.width), (rows, self.width + self.rope), (1, 1))
-        cos, sin = angles
-        return latent, self.key_rotary(self.reshape(shared, (batch, length, 1, self.rope)), cos, sin)
+        shared = self.reshape(shared, (batch, length, 1, self.rope))
+        return latent, self.key_rotary(shared, angles[0], angles[1])
 
     def keys_and_values(self, latent, sizes, dropout_keys):
         """(B*T, R) -> (B, H, T, N), (B, H, T, V)."""
@@ -168,3 +198,19 @@ class LatentAttention(nn.Cell):
         y = self.head_rows(self.context_first(y, (1, 0, 2, 3)), (heads, batch * length, self.width))
         y = self.head_rows(self.absorb_value(y, value_up), (heads, batch, length, self.value_dim))
         return self.batch_first(y, (1, 0, 2, 3))
+
+    def sinks(self, shared):
+        """Shared keys of tokens (B, 1, S, P) -> normed latents of each row's sinks, (B*M, R), and the shared keys of both,
+        (B, 1, M + S, P)."""
+        batch, num = shared.shape[0], self.num_sinks
+        nothing = self.nothing(self.first_key(shared, (0, 0, 0, 0), (batch, 1, 1, 1), (1, 1, 1, 1)))
+        latents = self.flat_sinks(self.sink_cast(self.sink_latents, self.dtype), (1, 1, num, self.width))
+        latents = self.flat_sinks(self.sink_rows(latents, nothing), (batch * num, self.width))
+        keys = self.flat_sinks(self.sink_cast(self.sink_keys, self.dtype), (1, 1, num, self.rope))
+        return self.kv_norm(latents), self.join_shared((self.shared_sinks(keys, nothing), shared))
+
+    def after_sinks(self, latent, shared):
+        """(B, 1, S, R), (B, 1, S, P) -> (B, 1, M + S, R), (B, 1, M + S, P)."""
+        sinks, shared = self.sinks(shared)
+        sinks = self.flat_sinks(sinks, (latent.shape[0], 1, self.num_sinks, self.width))
+        return self.join_keys((sinks, latent)), shared

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from mindspore import nn, ops
 
+from sporeloom.errors import ConfigError
 from sporeloom.models.config import ModelConfig
 from sporeloom.nn.attention import Mask
 from sporeloom.nn.flash import chooses_flash
@@ -70,7 +71,20 @@ class TokenDrop(nn.Cell):
 
 
 def attach_token_drop(model: nn.Cell, layers: Sequence[int]) -> None:
-    """Let these layers of a decoder process only the sampled tokens."""
+    """Let these layers of a decoder process only the sampled tokens.
+
+    Raises:
+        ConfigError: the model's attention depends on which tokens are neighbours.
+    """
+    config = model.config
+    if (
+        layers
+        and config.latent
+        and (config.windows or config.indexer or config.latent.num_sinks or config.latent.conv_width)
+    ):
+        raise ConfigError(
+            "random_ltd drops tokens, which windows, indexer, latent.num_sinks and latent.conv_width do not allow"
+        )
     for number, layer in enumerate(layers):
         model.layers[layer].token_drop = TokenDrop(model.config, number, len(layers))
         model.layers[layer].drops_tokens = True

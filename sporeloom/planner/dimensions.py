@@ -78,6 +78,9 @@ class Dimensions(Widths):
     """Entries of one layer's attention matrices, where they differ from query, key, value and output (MLA)."""
     cache_width: Natural = 0
     """Entries of the KV cache for a token and layer, where they differ from its keys and values (MLA)."""
+    further_entries: Natural = 0
+    """Entries of all layers' residual streams and sparse attention, whole on every tensor parallel rank; their
+    FLOPs and activations are not counted."""
     mtp_entries: Amount = 0
     """Entries of all layers of multi-token prediction; counted in num_parameters only."""
     dropout: bool = True
@@ -179,7 +182,7 @@ class Dimensions(Widths):
         words = (self.vocab_size + (0 if self.tied_embedding else self.num_outputs)) * self.hidden_size
         positions = self.position_tables * self.position_table
         experts = self.expert_layers * self.num_experts * self.expert_parameters
-        return layers + experts + words + positions + self.norm + self.mtp_entries
+        return layers + experts + words + positions + self.norm + self.further_entries + self.mtp_entries
 
     @property
     def active_parameters(self) -> int:
@@ -228,15 +231,27 @@ def of_decoder(config: ModelConfig, seq_len: int | None = None, has_drops: bool 
         mlp_bias=config.mlp_bias,
         norm_bias=config.norm_bias and config.norm == "layer",
         dropout=config.dropout_rate > 0,
+        further_entries=_further_entries(config),
         mtp_entries=sum(math.prod(s) for name, s in parameter_shapes(config).items() if name.startswith("mtp.")),
         float32_softmax=True,
     )
 
 
 def _latent_entries(config: ModelConfig) -> int:
-    """Entries of a layer's latent attention, norms and biases among them."""
-    shapes = layer_shapes(config, 0).items()
+    """Entries of a layer's latent attention, norms and biases among them, without sparse attention."""
+    shapes = layer_shapes(dataclasses.replace(config, indexer=None), 0).items()
     return sum(math.prod(shape) for name, shape in shapes if name.startswith("attention."))
+
+
+def _further_entries(config: ModelConfig) -> int:
+    """Entries of residual streams and sparse attention, outside of multi-token prediction."""
+    parts = ("attention.indexer.", "attention_streams.", "mlp_streams.", "block_norm.", "streams_out.")
+    shapes = parameter_shapes(config).items()
+    return sum(
+        math.prod(shape)
+        for name, shape in shapes
+        if not name.startswith("mtp.") and any(part in name for part in parts)
+    )
 
 
 def _of_experts(config: ModelConfig, has_drops: bool) -> dict[str, Any]:

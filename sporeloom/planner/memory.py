@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import operator
 from collections import Counter
@@ -84,6 +85,9 @@ def _stage_copies(stages: Stages) -> tuple[Counter[int], ...]:
         Counter({copies: (layers - few) * dense[copies] + few * sparse[copies] for copies in {*dense, *sparse}})
         for layers, few in zip(layers_of, expert_layers_of, strict=True)
     )
+    ends = [dims.further_entries * end // dims.num_layers for end in itertools.accumulate(layers_of, initial=0)]
+    for stage, (start, end) in zip(counts, itertools.pairwise(ends), strict=True):
+        stage[tp] += end - start
     first, last = counts[0], counts[last_stage]
     first[1] += words
     first[tp] += min(dims.position_tables, 1) * table

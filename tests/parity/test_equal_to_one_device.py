@@ -50,6 +50,7 @@ CASES = [
     "pangu_switch_tiny_dp4_ep2_zero+moe+shallow",
     "pangu_tiny_dp2_tp2+latent+shallow",
     "pangu_tiny_dp2_tp2_sp+latent+shallow",
+    "pangu_tiny_dp2_tp2+two+shallow",
     "pangu_tiny_cp2_tp2+latent+shallow",
     "pangu_tiny_dp2_tp2_zero+latent+shallow",
     "pangu_pro_moe_tiny_ep2_tp2+latent_moe+shallow",

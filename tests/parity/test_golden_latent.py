@@ -29,9 +29,14 @@ CASES = {
     "groups": "deepseek_mla/case_a/groups",
     "yarn": "deepseek_mla/case_a/yarn",
     "ultra": "pangu_ultra_moe/case_a",
+    "two": "openpangu2/case_a",
 }
-ATOL = {"openpangu2": 5e-4}
+CASE_TWO = f"golden_v3/{CASES['two']}"
+ATOL = {"two": 5e-4}
 """Largest difference of logits, where it is not 2e-4."""
+OF_GRADIENTS = {"two": 1e-4}
+"""Largest difference of gradients as a part of the largest one, where it is not 2e-5: the reference's own in
+float32 differ by 1.7e-5 from those in float64."""
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +141,10 @@ def check_gradients(name, net, config, inputs):
             assert theirs.endswith("e_score_correction_bias"), theirs
             continue
         whole = np.concatenate([found[p.name] if p.expert is None else found[p.name][p.expert] for p in parts])
-        assert np.abs(whole.reshape(reference[theirs].shape) - reference[theirs]).max() <= 2e-5 * largest, theirs
+        assert (
+            np.abs(whole.reshape(reference[theirs].shape) - reference[theirs]).max()
+            <= OF_GRADIENTS.get(name, 2e-5) * largest
+        ), theirs
         checked.add(theirs)
     assert {key for key in reference.files if not key.endswith("e_score_correction_bias")} <= checked
 
@@ -191,8 +199,6 @@ def test_experts_of_each_token(engine, imported, name):
 def test_greedy_tokens_with_a_cache_and_without(engine, imported, name):
     folder, golden = imported(name)
     family, config = load_config(folder)
-    prompts = [golden[f"prompt_{j}"].tolist() for j in range(3)]
-    sampler = Sampler(SamplingConfig(), (), config.vocab_size)
     slots = 128
     cached = CachedDecoder(engine, load_model(folder, family, config, SINGLE_DEVICE, (3, slots)), config, 3, slots)
     ids = golden["input_ids"][0].tolist()
@@ -201,12 +207,18 @@ def test_greedy_tokens_with_a_cache_and_without(engine, imported, name):
     cached.clear(0)
     uncached = UncachedDecoder(engine, load_model(folder, family, config, SINGLE_DEVICE), config, 3)
     for decoding in (cached, uncached):
-        tokens = {j: [] for j in range(3)}
-        requests = [Request(prompt, 8, sampler, lambda found: False, j) for j, prompt in enumerate(prompts)]
-        for new in generate(decoding, engine, requests):
-            tokens[new.request].append(new.token)
-        for j in range(3):
-            assert tokens[j] == golden[f"greedy_tokens_{j}"].tolist(), (type(decoding).__name__, j)
+        check_greedy(decoding, engine, golden)
+
+
+def check_greedy(decoding, engine, golden):
+    sampler = Sampler(SamplingConfig(), (), decoding.config.vocab_size)
+    prompts = [golden[f"prompt_{j}"].tolist() for j in range(3)]
+    tokens = {j: [] for j in range(3)}
+    requests = [Request(prompt, 8, sampler, lambda found: False, j) for j, prompt in enumerate(prompts)]
+    for new in generate(decoding, engine, requests):
+        tokens[new.request].append(new.token)
+    for j in range(3):
+        assert tokens[j] == golden[f"greedy_tokens_{j}"].tolist(), (type(decoding).__name__, j)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -221,3 +233,16 @@ def test_what_is_written_back_is_what_was_published(imported, name, tmp_path):
     original = json.loads(shared(f"golden_v3/{CASES[name]}/config.json").read_text())
     for key in kept.keys() & original.keys() - {"architectures", "torch_dtype"}:
         assert kept[key] == original[key], key
+
+
+def test_windows_and_sparse_attention_of_all_tokens_are_full_attention(engine, tmp_path):
+    source = shared(CASE_TWO)
+    (tmp_path / "published").mkdir()
+    (tmp_path / "published/config.json").write_text((source / "config_dense.json").read_text())
+    (tmp_path / "published/model.safetensors").symlink_to(source / "model.safetensors")
+    import_published(open_published(tmp_path / "published"), tmp_path / "ours")
+    golden = np.load(source / "golden_dense.npz")
+    _, net = training_network(tmp_path / "ours")
+    inputs = batch(golden)
+    logits = net.model(inputs[0], inputs[2]).asnumpy().reshape(*inputs[0].shape, -1)
+    np.testing.assert_allclose(logits, golden["logits"], rtol=0, atol=5e-4)

@@ -25,6 +25,7 @@ from sporeloom.train.adafactor import Adafactor
 from sporeloom.train.muon import Muon
 
 BATCH = 8
+INDEXER = {"layers": (0,), "top_k": 6, "num_heads": 2, "head_dim": 16}
 SMALL = {"vocab_size": 128, "hidden_size": 64, "seq_len": 32}
 EXPERTS = {
     "num_experts": 4,
@@ -65,6 +66,7 @@ MODELS = {
     "moe": ("pangu", "tiny", {"experts": {**EXPERTS, "experts_per_token": 2, **BALANCED}}),
     "moge": ("pangu", "embedded_tiny", {"experts": {**EXPERTS, **MOGE}}),
     "latent": ("pangu", "ultra_moe_tiny", {"experts": None}),
+    "two": ("pangu", "2_tiny", {"experts": None, "windows": (0, 5, 0, 5, 7), "indexer": INDEXER}),
     "latent_moe": ("pangu", "ultra_moe_tiny", {"experts": GROUPS}),
     "sigma": ("pangu", "tiny", {"experts": SIGMA}),
 }
@@ -90,7 +92,7 @@ def train(path: str, options: list[str], out: str) -> None:
     if "flash" in options and strategy.mesh.size > 1:  # one device computes it plainly
         config = dataclasses.replace(config, attention="flash")
     if "shallow" in options:
-        config = dataclasses.replace(config, num_layers=2)
+        config = config.with_layers(2)
     if strategy.mesh.pp > 1:
         pipeline = dataclasses.replace(strategy.pipeline, num_microbatches=strategy.mesh.pp)
         strategy = dataclasses.replace(strategy, pipeline=pipeline)

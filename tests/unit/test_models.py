@@ -2,6 +2,7 @@
 """What a configuration says of its parameters is what the Cells make; how models are published, in both directions."""
 
 import dataclasses
+import math
 
 import pytest
 
@@ -35,6 +36,16 @@ def test_ultra_moe_is_as_large_as_printed():
     assert (num_parameters(config) - embedding) / 1e9 == pytest.approx(718, abs=0.2)
 
 
+@pytest.mark.parametrize(("size", "whole", "active"), [("2_flash", 91.60, 5.78), ("2_pro", 504.60, 18.18)])
+def test_openpangu_2_is_as_large_as_printed(size, whole, active):
+    config = size_config("pangu", size)
+    counts = {name: math.prod(shape) for name, shape in parameter_shapes(config).items() if not name.startswith("mtp.")}
+    unused = 1 - config.mixture.experts_per_token / config.mixture.num_experts
+    experts = sum(count for name, count in counts.items() if ".mlp.experts." in name)
+    assert sum(counts.values()) / 1e9 == pytest.approx(whole, abs=0.01)
+    assert (sum(counts.values()) - experts * unused) / 1e9 == pytest.approx(active, abs=0.005)
+
+
 def test_palm_is_as_large_as_printed():
     billions = [num_parameters(size_config("palm", size)) / 1e9 for size in ("8b", "62b", "540b")]
     assert billions == pytest.approx([8.63, 62.50, 540.35], abs=0.01)
@@ -46,7 +57,7 @@ def test_the_cells_have_the_parameters_that_the_configuration_says(family, size)
 
     whole = size_config(family, size)
     first = next((layer for layer in range(whole.num_layers) if whole.has_experts(layer)), 0)
-    config = dataclasses.replace(whole, num_layers=max(2, first + 1 + whole.query_layer))
+    config = whole.with_layers(max(2, first + 1 + whole.query_layer))
     with no_init_parameters():
         net = family_module(family, "model").Model(config)
     assert {parameter.name: tuple(parameter.shape) for parameter in net.get_parameters()} == parameter_shapes(config)
@@ -60,6 +71,37 @@ def test_every_size_has_a_learning_rate_and_survives_json(family, size):
     assert ModelConfig(**config.to_dict()) == config
 
 
+def test_a_model_with_fewer_layers_keeps_what_belongs_to_them():
+    small = size_config("pangu", "2_flash").with_layers(4)
+    assert (small.windows, small.indexer.layers, small.streams.norm_layers) == (
+        (0, 512, 512, 0, *[2048] * 3),
+        (0, 3),
+        (),
+    )
+    assert size_config("pangu", "2_flash").with_layers(5).streams.norm_layers == (4,)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"windows": [4]}, "windows has 1 entries for num_layers 4 and num_mtp_layers 1"),
+        (
+            {"indexer": {"layers": [7], "top_k": 1, "num_heads": 1, "head_dim": 16}},
+            "indexer.layers: there is no layer 7",
+        ),
+        ({"indexer": {"layers": [0], "top_k": 1, "num_heads": 1, "head_dim": 8}}, "indexer.head_dim 8 is less than"),
+        ({"block": "sequential"}, "streams is for block sandwich, not sequential"),
+        ({"streams": {"num_streams": 2, "norm_layers": [9]}}, "streams.norm_layers: there is no layer 9"),
+        ({"latent": {**LATENT, "query_width": 8, "conv_width": 1}}, "latent.conv_width 1 sees no token before"),
+        ({"latent": None}, "windows is for models with latent"),
+    ],
+)
+def test_parts_of_openpangu_2_that_do_not_fit_are_refused(change, words):
+    fields = size_config("pangu", "2_tiny").to_dict()
+    with pytest.raises(ConfigError, match=words):
+        ModelConfig(**{**fields, **change})
+
+
 @pytest.mark.parametrize("size", ["embedded_tiny", "pro_moe_tiny", "4_tiny", "tiny"])
 def test_a_published_configuration_is_read_as_it_is_written(size):
     family = {"4_tiny": "codegeex", "tiny": "palm"}.get(size, "pangu")
@@ -68,7 +110,8 @@ def test_a_published_configuration_is_read_as_it_is_written(size):
     if config.experts:
         config = dataclasses.replace(config, experts=dataclasses.replace(config.experts, balance_over="batch"))
     for way in family_module(family, "weights").PUBLISHED:
-        if (way.model_type == "PanguProMoE") != bool(config.experts):
+        needs_latent = way.model_type in ("deepseek_v3", "pangu_ultra_moe", "openpangu_v2")
+        if needs_latent or (way.model_type == "PanguProMoE") != bool(config.experts):
             with pytest.raises(ConfigError, match="not a network that can be written"):
                 way.write(config)
             continue

@@ -9,7 +9,7 @@ import pytest
 from conftest import CONFIGS, shared
 from safetensors.numpy import load_file, save_file
 
-from sporeloom.checkpoint.huggingface import open_published
+from sporeloom.checkpoint.huggingface import export_published, import_published, open_published
 from sporeloom.data.batch import Batch, mtp_targets
 from sporeloom.errors import ConfigError
 from sporeloom.models.config import NO_LABEL
@@ -46,6 +46,10 @@ def test_tensors_that_are_stored_twice_are_compared(tmp_path):
     (tmp_path / "same").mkdir()
     found = open_published(folder_of(tmp_path / "same", config, {**tensors, **copies}))
     assert not copies.keys() & found.tensors.keys()
+    import_published(found, tmp_path / "ours")
+    export_published(tmp_path / "ours", tmp_path / "again", model_type="pangu_ultra_moe")
+    again = load_file(tmp_path / "again/model.safetensors")
+    assert {n: a.tobytes() for n, a in again.items()} == {n: a.tobytes() for n, a in {**tensors, **copies}.items()}
     copies["model.layers.3.embed_tokens.weight"] = tensors["model.embed_tokens.weight"] + 1
     (tmp_path / "other").mkdir()
     with pytest.raises(ConfigError, match=r"layers.3.embed_tokens.weight is not model.embed_tokens.weight"):
@@ -103,3 +107,36 @@ def test_a_pipeline_refuses_further_predictions():
     config = dataclasses.replace(size_config("pangu", "ultra_moe_tiny"), experts=None)
     assert "which is not implemented" in "\n".join(model_problems(strategy, config))
     assert not model_problems(strategy, dataclasses.replace(config, num_mtp_layers=0))
+
+
+TWO = "golden_v3/openpangu2/case_a"
+
+
+def two(**changes):
+    (way,) = [way for way in family_module("pangu", "weights").PUBLISHED if way.model_type == "openpangu_v2"]
+    return way, {**json.loads(shared(f"{TWO}/config.json").read_text()), **changes}
+
+
+def test_windows_are_those_of_the_lists_further_predictions_among_them():
+    way, values = two(swa_layers=[0, 2, 5], sliding_window_list=[4, 6, 9], dsa_layers=[1])
+    assert way.read(values)["windows"] == [4, 0, 6, 0, 0, 9, 0]
+    values["sliding_window_list"] = None
+    assert way.read(values)["windows"] == [5, 0, 5, 0, 0, 5, 0]
+    assert way.read({**values, "swa_layers": []})["windows"] == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"sliding_window_list": [5]}, "sliding_window_list has 1 entries for the 5 of swa_layers"),
+        ({"swa_layers": [1, 2, 4, 5, 7]}, "swa_layers: there is no layer 7; the last one is 6"),
+        ({"sliding_window_list": [5, 5, 7, 7, 0]}, "0 is not a window for layer 6"),
+        ({"sandwich_norm": False}, "sandwich_norm is False; only True is supported"),
+        ({"param_sink_with_value": False}, "param_sink_with_value is False; only True is supported"),
+        ({"use_mhc": False}, "block_post_layernorm_idx is for use_mhc true"),
+    ],
+)
+def test_networks_of_openpangu_2_that_are_not_built_are_refused_by_their_keys(changes, words):
+    way, values = two(**changes)
+    with pytest.raises(ConfigError, match=words):
+        way.read(values)

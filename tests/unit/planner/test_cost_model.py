@@ -92,7 +92,10 @@ def test_weights_gradients_and_moments_are_the_published():
         *(("pangu", size) for size in ("tiny", "13b", "200b", "embedded_1b", "embedded_7b", "ultra_135b")),
         *(("codegeex", size) for size in ("13b", "2_6b", "4_9b")),
         ("palm", "540b"),
-        *(("pangu", size) for size in ("pro_moe_72b", "switch_2.6b", "gshard_13b", "sigma_1t", "ultra_moe_718b")),
+        *(
+            ("pangu", size)
+            for size in ("pro_moe_72b", "switch_2.6b", "gshard_13b", "sigma_1t", "ultra_moe_718b", "2_flash")
+        ),
     ],
 )
 def test_parameters_are_counted_as_the_models_count_them(family, size):

@@ -65,6 +65,8 @@ def read(path: Path, dialect: str, known: Settings, devices: int | None = None) 
         reader = {"mindformers2": mindformers2, "megatron": megatron, "deepspeed": deepspeed}[dialect]
         settings, notes = reader.read(path, known, devices)
     strategy, notes = _without_idle(settings.strategy, notes)
+    if dialect == "mindformers1" and strategy.device_problems():  # settings that MindSpore's partitioner alone has
+        strategy = dataclasses.replace(strategy, engine="mindspore")
     lines = {note.text.split(" ")[0]: int(note.place.rpartition(":")[2]) for note in notes if note.text}
     strategy = dataclasses.replace(strategy, lines=lines)
     problems = strategy_problems(dataclasses.replace(strategy, lines=_without_whole_sections(lines)))

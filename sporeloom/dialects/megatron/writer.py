@@ -42,6 +42,8 @@ def write(settings: Settings) -> tuple[str, list[Note]]:
         )
     if strategy.micro_batch_interleave > 1:
         lost("micro_batch_interleave", "Megatron has no interleaved microbatches")
+    if strategy.engine == "mindspore":
+        lost("engine", "Megatron does not let MindSpore partition")
     train.pop("accumulate", None)
     flags += written_rows(TRAIN, train).items()
     switches = ["--sequence-parallel"] * strategy.sequence_parallel + ["--use-distributed-optimizer"] * (

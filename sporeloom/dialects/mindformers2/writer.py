@@ -23,6 +23,8 @@ def write(settings: Settings) -> tuple[str, list[Note]]:
         lost("offload", "MindFormers has swap_config in its 1.x files only")
     if strategy.micro_batch_interleave > 1:
         lost("micro_batch_interleave", "MindFormers has interleaved microbatches in its 1.x files only")
+    if strategy.engine == "mindspore":
+        lost("engine", "MindFormers 2.x does not let MindSpore partition")
     written = {
         PARALLELISM + "tensor_parallel": mesh.tp,
         PARALLELISM + "pipeline_parallel": mesh.pp,

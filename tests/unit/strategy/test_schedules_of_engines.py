@@ -2,9 +2,7 @@
 """Which schedule goes with which pipeline and engine."""
 
 import pytest
-from mindspore import nn
 
-from sporeloom import auto_parallel
 from sporeloom.errors import ConfigError
 from sporeloom.strategy.loader import strategy_of
 
@@ -42,8 +40,3 @@ def test_what_mindspores_pipelines_do_not_have_is_refused_where_they_are_used(sc
 def test_gpipe_with_virtual_stages_is_mindspores_too():
     assert strategy("gpipe", 2).device_problems() == []
     assert strategy("gpipe", 2).by_mindspore().engine == "mindspore"
-
-
-def test_a_users_network_in_a_pipeline_is_not_yet_spmds():
-    with pytest.raises(ConfigError, match="engine: spmd runs pipelines of the model families"):
-        auto_parallel(nn.Dense(2, 2), mesh={"pp": 2}, rules={}, engine="spmd", pipeline={"num_microbatches": 2})

@@ -27,7 +27,7 @@ from sporeloom.dry_run.summary import GB
 from sporeloom.errors import ConfigError
 from sporeloom.files import read_utf8, unwritable
 from sporeloom.log import milestone
-from sporeloom.planner.cluster import read_cluster
+from sporeloom.planner.cluster import Cluster, read_cluster
 from sporeloom.shipped import shipped_or_file
 from sporeloom.strategy.checks import check_own_network
 from sporeloom.strategy.config import Strategy
@@ -71,9 +71,7 @@ def certify(
     folder, given = Path(out), {"mesh": dict(mesh), **settings} if mesh is not None else None
     large = _checked(strategy, given, folder, processes)
     file, name = _source_of(network)
-    chips = read_cluster(Path(cluster)) if cluster is not None else None
-    if chips and (problem := chips.refuses(large.mesh)):
-        raise ConfigError(f"{large.at('mesh')}: {problem}")
+    chips = _cluster_of(cluster, large)
     if chips and memory_gb is None:
         memory_gb = chips.usable_bytes / GB
     small = small_strategies(large, None, processes)
@@ -94,12 +92,22 @@ def certify(
     values = certificate_values(_covered(file, name, large), checks, proofs, one_device, small, seconds)
     values["ranks"] = ranks
     if chips and ranks and not checks["shards"]:
-        values["estimate"] = full_size.custom_estimate(ranks, large, len(inputs[0]), chips)
-        milestone(
-            f"estimated: a step with {values['estimate']['step_time_s']:.3g} s of work on {chips.chip} (no interval known)"
-        )
+        values["estimate"] = estimate = full_size.custom_estimate(ranks, large, len(inputs[0]), chips)
+        milestone(f"estimated: a step with {estimate['step_time_s']:.3g} s of work on {chips.chip} (no interval known)")
     values |= {"subject": f"{name} of {file.name}", "strategy_file": str(strategy or "given in Python")}
     return write(folder, values)
+
+
+def _cluster_of(cluster: str | Path | None, strategy: Strategy) -> Cluster | None:
+    """Read the cluster, if there is one.
+
+    Raises:
+        ConfigError: the mesh does not fit it.
+    """
+    chips = read_cluster(Path(cluster)) if cluster is not None else None
+    if chips and (problem := chips.refuses(strategy.mesh)):
+        raise ConfigError(f"{strategy.at('mesh')}: {problem}")
+    return chips
 
 
 def _checked(strategy: str | Path | None, given: dict[str, Any] | None, out: Path, processes: int) -> Strategy:

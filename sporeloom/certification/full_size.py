@@ -64,9 +64,11 @@ def custom_estimate(ranks: Sequence[dict[str, Any]], strategy: Strategy, rows: i
     Args:
         rows: rows of the batch.
     """
-    rows, pipeline, microbatches = rows_on_full_mesh(strategy, rows), strategy.pipeline, strategy.num_parts()
-    order = strategy.mesh.pp, microbatches, pipeline.virtual_stages, pipeline.order
-    idle = idle_microbatches(*order) / microbatches if strategy.mesh.pp > 1 else 0.0
+    rows, pipeline, pp = rows_on_full_mesh(strategy, rows), strategy.pipeline, strategy.mesh.pp
+    microbatches = ranks[0]["num_microbatches"]
+    idle = pp - 1.0  # a batch that is not divided goes from stage to stage
+    if microbatches > 1:
+        idle = idle_microbatches(pp, microbatches, pipeline.virtual_stages, pipeline.order) / microbatches
     times = [
         graph_time(
             sum(rank["flops"].values()),

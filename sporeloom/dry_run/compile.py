@@ -81,6 +81,7 @@ def rank_report(partitioned: Partitioned, rank: int) -> RankReport:
         compile_s=partitioned.seconds,
         passed_bytes=work.passed_bytes,
         in_float32=work.in_float32,
+        num_microbatches=partitioned.num_passes,
         host_optimizer_bytes=moments if strategy.optimizer_on_host else 0,
     )
 
@@ -140,7 +141,7 @@ def _parameters(partitioned: Partitioned, held: Mapping[str, Shape]) -> list[Ran
 def _gradient_bytes(partitioned: Partitioned, parameters: Sequence[RankParameter], stage: int) -> int:
     """Bytes of the gradients that a rank accumulates over microbatches, as they are sharded before the update; without
     accumulation as large as the trained parameters."""
-    if partitioned.update is None:
+    if partitioned.update is None or not partitioned.cut.stages.passes:
         return sum(p.num_bytes for p in parameters if p.name in partitioned.trained)
     types, stage_of = types_of(partitioned.cut.sharded.result.graph), partitioned.strategy.stage_of_part
     for made in partitioned.cut.stages.passes.values():

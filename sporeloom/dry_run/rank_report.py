@@ -64,6 +64,8 @@ class RankReport:
     """Bytes of the results of all operators but matrix products, in a step."""
     in_float32: bool = False
     """Whether some matrix product is computed in float32."""
+    num_microbatches: int = 1
+    """Number of times that the passes run in a step."""
     compiled_layers: list[int] = field(default_factory=list)
     """Number of layers of the stage in each compiled graph, where the full depth is extrapolated from smaller ones."""
 

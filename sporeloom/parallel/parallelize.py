@@ -65,26 +65,12 @@ def parallelize(net: nn.Cell, strategy: Strategy, whole: bool = True) -> Report:
         for operator in found:
             if operator.path in owners:
                 shard_as_told(operator.primitive, owners[operator.path], strategy.mesh)
-    recomputed = [layers[i] for i in recomputed_layers(len(layers), strategy)]
-    cells = dict(net.cells_and_names())
-    if strategy.recompute and strategy.recompute.kind == "selective":
-        _recompute_operators(strategy, found, recomputed)
-    else:
-        for path in recomputed:
-            cells[path].recompute()
-    for number in offloaded_layers(len(layers), strategy):
-        cells[layers[number]].offload()
+    recomputed = _recompute_and_offload(net, strategy, found, layers)
     parts = _parts_of_cells(net, strategy, layers)
     stages = {path: strategy.stage_of_part(part) for path, part in parts.items()}
     if not shards_itself(strategy):
         _assign_stages(net, strategy, parts)
-    ties, tied = all(getattr(cell, "tied_embedding", True) for _, cell in net.cells_and_names()), []
-    for parameter in net.get_parameters():
-        is_tied = ties and any(path_matches(pattern, parameter.name) for pattern in strategy.rules.tied)
-        is_sent = is_tied and strategy.stage_of_loss > 0 and not shards_itself(strategy)
-        tied += [parameter.name] if is_sent else []
-        if is_sent or not parameter.shape:  # MindSpore crashes when it shards a number
-            parameter.parallel_optimizer = False
+    tied = _exclude_from_optimizer_parallel(net, strategy)
     net.parallel_report = Report(  # the engine checks it against the compiler
         mesh=strategy.mesh,
         parameters=_parameter_reports(net, strategy, found, owners, stages),
@@ -104,6 +90,35 @@ def parallelize(net: nn.Cell, strategy: Strategy, whole: bool = True) -> Report:
         functional=[rule for rule in rules if is_functional(rule.pattern)] if shards_itself(strategy) else [],
     )
     return net.parallel_report
+
+
+def _recompute_and_offload(
+    net: nn.Cell, strategy: Strategy, found: Sequence[Operator], layers: Sequence[str]
+) -> list[str]:
+    """Mark the layers that are recomputed or offloaded. Returns the former."""
+    recomputed = [layers[i] for i in recomputed_layers(len(layers), strategy)]
+    cells = dict(net.cells_and_names())
+    if strategy.recompute and strategy.recompute.kind == "selective":
+        _recompute_operators(strategy, found, recomputed)
+    else:
+        for path in recomputed:
+            cells[path].recompute()
+    for number in offloaded_layers(len(layers), strategy):
+        cells[layers[number]].offload()
+    return recomputed
+
+
+def _exclude_from_optimizer_parallel(net: nn.Cell, strategy: Strategy) -> list[str]:
+    """Keep scalars, which crash MindSpore when it shards them, and tied parameters whole. Returns the names of the latter,
+    which MindSpore's pipelines send from stage to stage."""
+    ties, tied = all(getattr(cell, "tied_embedding", True) for _, cell in net.cells_and_names()), []
+    for parameter in net.get_parameters():
+        is_tied = ties and any(path_matches(pattern, parameter.name) for pattern in strategy.rules.tied)
+        is_sent = is_tied and strategy.stage_of_loss > 0 and not shards_itself(strategy)
+        tied += [parameter.name] if is_sent else []
+        if is_sent or not parameter.shape:
+            parameter.parallel_optimizer = False
+    return tied
 
 
 def shards_itself(strategy: Strategy) -> bool:

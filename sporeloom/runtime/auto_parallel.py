@@ -116,21 +116,7 @@ def auto_parallel(
         ConfigError: the strategy, the launched processes or the network do not fit each other, here or at the first call.
             All ranks raise it.
     """
-    if (strategy is None) == (mesh is None):
-        raise ConfigError("auto_parallel takes a strategy file or mesh=..., one of them")
-    if strategy == AUTO:
-        if unknown := settings.keys() - {"devices", "memory_gb", "out"}:
-            raise ConfigError(
-                f'auto_parallel(net, "auto") takes devices, memory_gb and out, not {", ".join(sorted(unknown))}'
-            )
-        loaded, settings = _chosen(net, **settings), {}
-    else:
-        loaded = load_strategy(strategy) if strategy is not None else strategy_of({"mesh": mesh, **settings})
-    check_own_network(loaded)
-    if strategy is not None and settings:
-        raise ConfigError(
-            f"auto_parallel: {', '.join(settings)} belong into {strategy}, or give mesh=... instead of it"
-        )
+    loaded = _strategy_for(net, strategy, mesh, settings)
     key = strategy_key(loaded)
     engine = _engines.pop(key) if key in _engines else Engine.start(loaded)
     _engines[key] = engine
@@ -151,6 +137,32 @@ def auto_parallel(
     nn.Cell.compile_and_run = _run_cell
     api._JitExecutor.__call__ = _run_function
     return network
+
+
+def _strategy_for(
+    net: nn.Cell, strategy: str | Path | None, mesh: Mapping[str, int] | None, settings: Mapping[str, Any]
+) -> Strategy:
+    """Read, build or choose the strategy that `auto_parallel` was asked for.
+
+    Raises:
+        ConfigError: the arguments contradict each other, or it does not work for custom networks.
+    """
+    if (strategy is None) == (mesh is None):
+        raise ConfigError("auto_parallel takes a strategy file or mesh=..., one of them")
+    if strategy == AUTO:
+        if unknown := settings.keys() - {"devices", "memory_gb", "out"}:
+            raise ConfigError(
+                f'auto_parallel(net, "auto") takes devices, memory_gb and out, not {", ".join(sorted(unknown))}'
+            )
+        loaded = _chosen(net, **settings)
+    elif strategy is not None and settings:
+        raise ConfigError(
+            f"auto_parallel: {', '.join(settings)} belong into {strategy}, or give mesh=... instead of it"
+        )
+    else:
+        loaded = load_strategy(strategy) if strategy is not None else strategy_of({"mesh": mesh, **settings})
+    check_own_network(loaded)
+    return loaded
 
 
 def _chosen(

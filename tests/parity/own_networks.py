@@ -425,6 +425,17 @@ def flops_of_functional(rules):
     return sum(rank_report(partition_custom(Functional, strategy, shapes), 0).flops.values())
 
 
+def cnn_in_stages():
+    """Bytes of gradients and of parameters, and FLOPs by phase, of both stages: its norm mixes the rows of the batch."""
+    shapes = [((16, 3, 6, 6), np.float32), ((16,), np.int32)]
+    strategy = strategy_of({"mesh": {"pp": 2}, "pipeline": {"num_microbatches": 4}})
+    partitioned = partition_custom(Cnn, strategy, shapes)
+    reports = [rank_report(partitioned, rank) for rank in (0, 1)]
+    return [
+        (r.gradient_bytes, {p.name: p.num_bytes for p in r.parameters}, r.flops, r.num_microbatches) for r in reports
+    ]
+
+
 def flops_of_cnn():
     """Of a rank of two."""
     shapes = [((16, 3, 6, 6), np.float32), ((16,), np.int32)]

@@ -217,6 +217,17 @@ def test_a_network_of_ones_own_is_certified_from_python(tmp_path):
     assert found["checks"]["memory"] == []
 
 
+def test_a_batch_that_is_not_divided_is_counted_in_full():
+    stages = call("tests/parity/own_networks.py", "cnn_in_stages", fresh=True)
+    assert [count for *_, count in stages] == [1, 1]
+    for gradients, parameters, _, _ in stages:
+        trained = sum(size for name, size in parameters.items() if not name.startswith("norm.moving"))
+        assert gradients == trained > 0
+    convolution, head = 2 * 16 * (8 * 6 * 6) * (3 * 3 * 3), 2 * 16 * 288 * 5
+    found = [{phase: sum(flops.get(phase, 0) for _, _, flops, _ in stages)} for phase in ("forward", "backward")]
+    assert found == [{"forward": convolution + head}, {"backward": convolution + 2 * head}]
+
+
 def test_products_of_convolutions_are_counted():
     # 8 of 16 rows: filters of 3 x 3 x 3 at 6 x 6 places for 8 channels, twice; 288 -> 5, three times.
     convolution, head = 2 * 8 * (8 * 6 * 6) * (3 * 3 * 3), 2 * 8 * 288 * 5

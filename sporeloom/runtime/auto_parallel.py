@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 from mindspore import Parameter, Tensor, nn
 from mindspore.graph import api
 from mindspore.ops.composite.base import GradOperation_
 
 from sporeloom.errors import ConfigError
-from sporeloom.files import write_text_atomically
 from sporeloom.parallel.call import Call
 from sporeloom.parallel.cells import (
     FunctionCell,
@@ -27,7 +25,6 @@ from sporeloom.parallel.cells import (
     average_over_all_rows,
     prepare_to_shard,
 )
-from sporeloom.parallel.choose import choose
 from sporeloom.parallel.parallelize import parallelize, shards_itself, wrap
 from sporeloom.parallel.report import Report
 from sporeloom.parallel.step import TrainStep
@@ -37,13 +34,11 @@ from sporeloom.runtime.calls import calling, nested
 from sporeloom.runtime.compiler import set_auto_parallel_context
 from sporeloom.runtime.cpu.compilation_cache import strategy_key
 from sporeloom.runtime.engine import Engine
-from sporeloom.runtime.environment import is_first_process, launched_processes
+from sporeloom.runtime.given_strategy import strategy_for
 from sporeloom.runtime.inputs import arguments_of, inputs_of, is_first
 from sporeloom.runtime.one_device import Comparison
 from sporeloom.runtime.reached import cells_of, parameters_beside, reached_from, trains
-from sporeloom.strategy.checks import check_own_network
 from sporeloom.strategy.config import Strategy
-from sporeloom.strategy.loader import load_strategy, strategy_of
 
 _compile_and_run = nn.Cell.compile_and_run
 _call_jit = api._JitExecutor.__call__
@@ -75,12 +70,6 @@ _compared: dict[Any, Any] = {}
 """First calls whose results have been compared with those of one device."""
 _context_of: list[Engine] = []
 """The engine whose settings are in MindSpore's context, on a device."""
-
-
-AUTO = "auto"
-CHOSEN = Path("auto_parallel.yaml")
-DEVICE_GB = 16.0
-"""Default of `memory_gb`: memory in GB of a device for parameters and training state, a limit that `auto` tries to meet."""
 
 
 def auto_parallel(
@@ -116,7 +105,7 @@ def auto_parallel(
         ConfigError: the strategy, the launched processes or the network do not fit each other, here or at the first call.
             All ranks raise it.
     """
-    loaded = _strategy_for(net, strategy, mesh, settings)
+    loaded = strategy_for(net, strategy, mesh, settings)
     key = strategy_key(loaded)
     engine = _engines.pop(key) if key in _engines else Engine.start(loaded)
     _engines[key] = engine
@@ -137,51 +126,6 @@ def auto_parallel(
     nn.Cell.compile_and_run = _run_cell
     api._JitExecutor.__call__ = _run_function
     return network
-
-
-def _strategy_for(
-    net: nn.Cell, strategy: str | Path | None, mesh: Mapping[str, int] | None, settings: Mapping[str, Any]
-) -> Strategy:
-    """Read, build or choose the strategy that `auto_parallel` was asked for.
-
-    Raises:
-        ConfigError: the arguments contradict each other, or it does not work for custom networks.
-    """
-    if (strategy is None) == (mesh is None):
-        raise ConfigError("auto_parallel takes a strategy file or mesh=..., one of them")
-    if strategy == AUTO:
-        if unknown := settings.keys() - {"devices", "memory_gb", "out"}:
-            raise ConfigError(
-                f'auto_parallel(net, "auto") takes devices, memory_gb and out, not {", ".join(sorted(unknown))}'
-            )
-        loaded = _chosen(net, **settings)
-    elif strategy is not None and settings:
-        raise ConfigError(
-            f"auto_parallel: {', '.join(settings)} belong into {strategy}, or give mesh=... instead of it"
-        )
-    else:
-        loaded = load_strategy(strategy) if strategy is not None else strategy_of({"mesh": mesh, **settings})
-    check_own_network(loaded)
-    return loaded
-
-
-def _chosen(
-    net: nn.Cell, devices: int | None = None, memory_gb: float = DEVICE_GB, out: str | Path = CHOSEN
-) -> Strategy:
-    """Choose a strategy for `net`; the first process writes it to `out`.
-
-    Raises:
-        ConfigError: `out` exists with other content.
-    """
-    text, path = choose(net, devices or launched_processes(), memory_gb), Path(out)
-    if path.exists() and path.read_text(encoding="utf-8") != text:
-        raise ConfigError(
-            f"{path}: is there already and says something else; load it with auto_parallel(net, {str(path)!r}), remove it, "
-            "or give another out="
-        )
-    if is_first_process():
-        write_text_atomically(path, text)
-    return strategy_of(yaml.safe_load(text), str(path))
 
 
 def is_log_rank() -> bool:

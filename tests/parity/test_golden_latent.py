@@ -7,11 +7,12 @@ import mindspore as ms
 import numpy as np
 import pytest
 from conftest import shared
+from golden_cases import importer, training_network
 from mindspore import Tensor, ops
 from safetensors.numpy import load_file
 
 from sporeloom.checkpoint.huggingface import export_published, import_published, open_published
-from sporeloom.checkpoint.model_folder import load_config, load_weights
+from sporeloom.checkpoint.model_folder import load_config
 from sporeloom.data.batch import document_positions, make_batch, mtp_targets
 from sporeloom.inference.decoding import CachedDecoder, UncachedDecoder
 from sporeloom.inference.model import load_model
@@ -47,26 +48,7 @@ def engine():
 
 @pytest.fixture(scope="module")
 def imported(tmp_path_factory):
-    """Case -> the folder of ours that its published one becomes, and the reference's outputs."""
-    made = {}
-
-    def get(name):
-        if name not in made:
-            source = shared(f"golden_v3/{CASES[name]}")
-            made[name] = tmp_path_factory.mktemp(name) / "checkpoint"
-            import_published(open_published(source), made[name])
-        return made[name], np.load(shared(f"golden_v3/{CASES[name]}/golden.npz"))
-
-    return get
-
-
-def training_network(folder):
-    family, config = load_config(folder)
-    net = family_module(family, "model").ModelWithLoss(config)
-    weights = load_weights(folder)
-    for parameter in net.get_parameters():
-        parameter.set_data(Tensor(weights[parameter.name.removeprefix("model.")]))
-    return config, net
+    return importer("golden_v3", CASES, tmp_path_factory)
 
 
 def batch(golden, prefix=""):
@@ -84,7 +66,7 @@ def batch(golden, prefix=""):
 @pytest.mark.parametrize("name", CASES)
 def test_logits_loss_and_gradients(engine, imported, name):
     folder, golden = imported(name)
-    config, net = training_network(folder)
+    _, config, net = training_network(folder)
     for prefix in ("", "packed_"):
         inputs = batch(golden, prefix)
         logits = net.model(inputs[0], inputs[2]).asnumpy().reshape(*inputs[0].shape, -1)
@@ -156,7 +138,7 @@ def model_type(name):
 @pytest.mark.parametrize("name", CASES)
 def test_experts_of_each_token(engine, imported, name):
     folder, golden = imported(name)
-    config, net = training_network(folder)
+    _, config, net = training_network(folder)
     taken = {}
 
     class Weighing(ms.nn.Cell):
@@ -242,7 +224,7 @@ def test_windows_and_sparse_attention_of_all_tokens_are_full_attention(engine, t
     (tmp_path / "published/model.safetensors").symlink_to(source / "model.safetensors")
     import_published(open_published(tmp_path / "published"), tmp_path / "ours")
     golden = np.load(source / "golden_dense.npz")
-    _, net = training_network(tmp_path / "ours")
+    *_, net = training_network(tmp_path / "ours")
     inputs = batch(golden)
     logits = net.model(inputs[0], inputs[2]).asnumpy().reshape(*inputs[0].shape, -1)
     np.testing.assert_allclose(logits, golden["logits"], rtol=0, atol=5e-4)

@@ -9,6 +9,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from conftest import shared, tool
+from golden_cases import importer, training_network
 from mindspore import Tensor, ops
 from safetensors.numpy import load_file
 
@@ -55,17 +56,7 @@ def engine():
 
 @pytest.fixture(scope="module")
 def imported(tmp_path_factory):
-    """Case -> the folder of ours that its published one becomes, and the reference's outputs."""
-    made = {}
-
-    def get(name):
-        if name not in made:
-            source = shared(f"golden_modern/{CASES[name]}")
-            made[name] = tmp_path_factory.mktemp(name) / "checkpoint"
-            import_published(open_published(source), made[name])
-        return made[name], np.load(shared(f"golden_modern/{CASES[name]}/golden.npz"))
-
-    return get
+    return importer("golden_modern", CASES, tmp_path_factory)
 
 
 def batch(golden, prefix=""):
@@ -78,14 +69,6 @@ def batch(golden, prefix=""):
     labels = np.concatenate([ids[:, 1:], ids[:, :1]], 1)
     weights = np.concatenate([mask / mask.sum(), np.zeros((len(ids), 1))], 1)
     return [Tensor(a.astype(np.int32)) for a in (ids, labels, positions)] + [Tensor(weights.astype(np.float32))]
-
-
-def training_network(folder):
-    family, config = load_config(folder)
-    net = family_module(family, "model").ModelWithLoss(config)
-    for parameter in net.get_parameters():
-        parameter.set_data(Tensor(load_weights(folder)[parameter.name.removeprefix("model.")]))
-    return family, config, net
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -86,9 +86,8 @@ def train(path: str, options: list[str], out: str) -> None:
     strategy = SINGLE_DEVICE if path == "one_device" else load_strategy(path)
     family, size, changes = MODELS[next((option for option in options if option in MODELS), "pangu")]
     final_norm = "after_query" if "after_query" in options else "before_query"
-    config = dataclasses.replace(size_config(family, size), final_norm=final_norm, **SMALL, **changes)
-    if "dropout" in options:
-        config = dataclasses.replace(config, dropout_rate=0.1)
+    asked = {"final_norm": final_norm, **({"dropout_rate": 0.1} if "dropout" in options else {})}
+    config = dataclasses.replace(size_config(family, size), **asked, **SMALL, **changes)
     if "flash" in options and strategy.mesh.size > 1:  # one device computes it plainly
         config = dataclasses.replace(config, attention="flash")
     if "shallow" in options:

@@ -18,11 +18,11 @@ from mindspore import Tensor, set_device
 from report import ROOT, metrics, sporeloom, write_report
 
 from sporeloom.checkpoint.model_folder import load_config
+from sporeloom.core.lines import file_lines, split_lines
 from sporeloom.data.examples import LineTokenizer, example_batch, read_lines
 from sporeloom.data.tokenizer import find_tokenizer, load_tokenizer
 from sporeloom.inference.model import load_model
 from sporeloom.inference.score import negative_log_likelihood
-from sporeloom.lines import file_lines, split_lines
 from sporeloom.models.adapters import LoRAConfig
 from sporeloom.models.family import size_config
 from sporeloom.models.parameters import parameter_shapes

@@ -25,7 +25,7 @@ from sporeloom.models.family import family_module, size_config
 LAYERS = 6
 CONVERT = """
 import resource, sys
-from sporeloom.verbs.convert_checkpoint import main
+from sporeloom.cli.convert_checkpoint import main
 main(sys.argv[1:])
 print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """

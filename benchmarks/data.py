@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 from report import write_report
 
+from sporeloom.core.lines import file_lines
 from sporeloom.data.loader import Dataset, Loader
 from sporeloom.data.packing import Stream
 from sporeloom.data.sample_order import Sizes
 from sporeloom.data.token_file import TokenFile
-from sporeloom.lines import file_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"

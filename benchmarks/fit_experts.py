@@ -15,7 +15,7 @@ import numpy as np
 import yaml
 from scipy.optimize import least_squares
 
-from sporeloom.lines import first_line
+from sporeloom.core.lines import first_line
 from sporeloom.planner.cluster import FITTED, ExpertEfficiency, Overlap, chips, fitted_efficiency
 from sporeloom.planner.published import UnpredictableError
 from sporeloom.planner.published_experts import describe_experts, measured_experts, read_expert_rows

@@ -20,7 +20,7 @@ import numpy as np
 import yaml
 from scipy.optimize import least_squares
 
-from sporeloom.lines import first_line
+from sporeloom.core.lines import first_line
 from sporeloom.planner.cluster import FITTED, Efficiency, Overlap, chips
 from sporeloom.planner.published import Measurement, PublishedRun, UnpredictableError, describe, measured, read_rows
 from sporeloom.planner.step_time import step_time

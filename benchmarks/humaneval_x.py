@@ -15,12 +15,12 @@ from pathlib import Path
 from report import write_report
 
 from codegeex.tokenizer import CodeGeeXTokenizer
+from sporeloom.core.lines import first_line
 from sporeloom.evaluation.config import read_problems
 from sporeloom.evaluation.judge import judge_all
 from sporeloom.evaluation.programs import NAMES, program
 from sporeloom.evaluation.sandbox import Limits
 from sporeloom.evaluation.toolchains import MissingToolchainError, find_toolchain
-from sporeloom.lines import first_line
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "humaneval_x.md"

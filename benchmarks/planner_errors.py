@@ -30,7 +30,7 @@ import numpy as np
 import yaml
 from report import write_report
 
-from sporeloom.lines import first_line, split_lines
+from sporeloom.core.lines import first_line, split_lines
 from sporeloom.planner.cluster import Efficiency, ExpertEfficiency, Overlap
 from sporeloom.planner.errors import ERRORS
 from sporeloom.planner.published import read_rows

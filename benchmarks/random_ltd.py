@@ -17,11 +17,11 @@ from mindspore import Tensor, set_device
 from report import ROOT, metrics, sporeloom, write_report
 
 from sporeloom.checkpoint.model_folder import load_config
+from sporeloom.core.lines import file_lines
 from sporeloom.data.batch import make_batch
 from sporeloom.data.tokenizer import find_tokenizer, load_tokenizer
 from sporeloom.inference.model import load_model
 from sporeloom.inference.score import negative_log_likelihood
-from sporeloom.lines import file_lines
 from sporeloom.runtime.engine import Engine
 from sporeloom.strategy.config import SINGLE_DEVICE
 

@@ -28,7 +28,7 @@ from pathlib import Path
 import psutil
 from report import write_report
 
-from sporeloom.lines import file_lines
+from sporeloom.core.lines import file_lines
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = ROOT / "examples" / "small_town.txt"

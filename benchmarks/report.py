@@ -9,7 +9,7 @@ import sys
 from datetime import date
 from pathlib import Path
 
-from sporeloom.lines import file_lines
+from sporeloom.core.lines import file_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 

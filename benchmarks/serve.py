@@ -25,8 +25,8 @@ import numpy as np
 from report import write_report
 
 from sporeloom.checkpoint.model_folder import save_checkpoint
+from sporeloom.core.lines import file_lines, first_line, stream_lines
 from sporeloom.data.tokenizer import load_tokenizer
-from sporeloom.lines import file_lines, first_line, stream_lines
 from sporeloom.models.family import family_module, size_config
 from sporeloom.models.parameters import parameter_shapes
 from sporeloom.runtime.launch import free_port

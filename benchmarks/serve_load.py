@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 from report import write_report
 
-from sporeloom.lines import first_line
+from sporeloom.core.lines import first_line
 
 RESULTS = Path(__file__).parent / "results" / "serve_load.md"
 TEXT = (Path(__file__).parents[1] / "examples" / "small_town.txt").read_text(encoding="utf-8")

@@ -18,8 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from sporeloom import cli  # noqa: E402
-from sporeloom.verbs import EXAMPLES, GROUPS  # noqa: E402
+from sporeloom.cli import EXAMPLES, GROUPS  # noqa: E402
+from sporeloom.core import command_line  # noqa: E402
 
 MARKED = re.compile(r"(?s)(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)")
 HIDDEN = "metadata={'hidden': True}"
@@ -171,20 +171,20 @@ class FoundError(Exception):
 
 def parser_of(verb: str, sub: str) -> argparse.ArgumentParser:
     """The parser of a verb with all its flags."""
-    module = __import__(f"sporeloom.verbs.{verb.replace('-', '_')}", fromlist=["main"])
-    make = cli._parser
+    module = __import__(f"sporeloom.cli.{verb.replace('-', '_')}", fromlist=["main"])
+    make = command_line._parser
 
     def caught(kind: type, description: str, words: list[str]) -> argparse.ArgumentParser:
-        raise FoundError(make(kind, description, [cli.ALL_FLAGS]))
+        raise FoundError(make(kind, description, [command_line.ALL_FLAGS]))
 
-    cli._parser = caught
+    command_line._parser = caught
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            module.main([*([sub] if sub else []), cli.ALL_FLAGS])
+            module.main([*([sub] if sub else []), command_line.ALL_FLAGS])
     except FoundError as found:
         return found.args[0]
     finally:
-        cli._parser = make
+        command_line._parser = make
     raise AssertionError(f"{verb} {sub} reads no command line")
 
 
@@ -207,7 +207,7 @@ def flags(parser: argparse.ArgumentParser) -> str:
 
 
 def commands() -> str:
-    from sporeloom.verbs.preprocess import COMMANDS  # noqa: PLC0415 # the others are found without loading a verb
+    from sporeloom.cli.preprocess import COMMANDS  # noqa: PLC0415 # the others are found without loading a verb
 
     text = ""
     for group, verbs in GROUPS.items():

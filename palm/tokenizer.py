@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from sporeloom.core.errors import ConfigError
 from sporeloom.data.pieces import PieceTokenizer, described, has_bytes, rare_characters, train_pieces
-from sporeloom.errors import ConfigError
 
 END = "</s>"
 MIN_VOCAB_SIZE = 3 + 256 + 10

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from palm.config import PALM
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.published import PublishedFormat, end_tokens, eos_token_id, only, require
 from sporeloom.models.weight_names import Name

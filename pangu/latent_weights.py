@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pangu.config import OPEN_PANGU
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.models.config import ExpertConfig, ModelConfig
 from sporeloom.models.latent import LatentConfig
 from sporeloom.models.published import (

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from sporeloom.core.errors import ConfigError
 from sporeloom.data.pieces import PieceTokenizer, described
 from sporeloom.data.special_tokens import Span, content, template
 from sporeloom.data.tokenizer import ChatMessage
-from sporeloom.errors import ConfigError
 
 TURN, END = "[unused9]", "[unused10]"
 SPECIAL = ("<|User|>:", "<|Bot|>:", *(f"[unused{i}]" for i in range(34)))

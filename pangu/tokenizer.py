@@ -21,8 +21,8 @@ from typing import Any
 import rjieba
 
 from pangu.open_tokenizer import END, TURN, OpenPanguTokenizer, has_turns
+from sporeloom.core.errors import ConfigError
 from sporeloom.data.pieces import PieceTokenizer, described, rare_characters, train_pieces
-from sporeloom.errors import ConfigError
 
 SPACE, NEWLINE = "\u2582", "\u2583"
 # Ids 0..9 of the released vocabulary, in order; a trained one keeps them.

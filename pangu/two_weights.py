@@ -22,7 +22,7 @@ from pangu.latent_weights import (
     written_experts,
     written_latent,
 )
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.published import PublishedFormat, only
 

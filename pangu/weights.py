@@ -12,7 +12,7 @@ from typing import Any
 from pangu.config import OPEN_PANGU, PRO_MOE
 from pangu.latent_weights import DEEPSEEK, ULTRA
 from pangu.two_weights import TWO
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.published import (
     PublishedFormat,

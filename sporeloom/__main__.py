@@ -10,8 +10,8 @@ if not __package__:  # started by its path: Python then looks in this folder fir
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from sporeloom import __version__
-from sporeloom.errors import ConfigError, did_you_mean, run_tool
-from sporeloom.verbs import EXAMPLES, GROUPS, VERBS
+from sporeloom.cli import COMMANDS, EXAMPLES, GROUPS
+from sporeloom.core.errors import ConfigError, did_you_mean, run_tool
 
 HELP = ("-h", "--help", "help")
 
@@ -24,15 +24,15 @@ def main(argv: Sequence[str]) -> int | None:
         print(f"sporeloom {__version__}")
         return 0
     verb = argv[0].replace("_", "-")
-    if verb not in VERBS:
-        raise ConfigError(f"unknown command {argv[0]}{did_you_mean(verb, VERBS)} (see sporeloom --help)")
+    if verb not in COMMANDS:
+        raise ConfigError(f"unknown command {argv[0]}{did_you_mean(verb, COMMANDS)} (see sporeloom --help)")
     sys.argv[0] = f"sporeloom {verb}"  # what help and the lock of an output folder call this program
-    result: int | None = import_module(f"sporeloom.verbs.{verb.replace('-', '_')}").main(list(argv[1:]))
+    result: int | None = import_module(f"sporeloom.cli.{verb.replace('-', '_')}").main(list(argv[1:]))
     return result
 
 
 def overview() -> str:
-    width = max(map(len, VERBS))
+    width = max(map(len, COMMANDS))
     lines = [
         "usage: sporeloom COMMAND [FLAGS]",
         "",

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from farm import FARMS, ROOT, Outcome, call, tool
 
-from sporeloom.errors import run_tool
+from sporeloom.core.errors import run_tool
 
 __all__ = [
     "CONFIGS",

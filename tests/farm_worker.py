@@ -21,8 +21,8 @@ import sys
 import traceback
 from pathlib import Path
 
-from sporeloom.errors import run_tool
-from sporeloom.processes import end_with_parent
+from sporeloom.core.errors import run_tool
+from sporeloom.core.processes import end_with_parent
 from sporeloom.runtime.cpu.transport import Transport
 from sporeloom.runtime.environment import prepare_environment
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sporeloom cache`."""
 
-from sporeloom.errors import run_tool
-from sporeloom.verbs.cache import main
+from sporeloom.cli.cache import main
+from sporeloom.core.errors import run_tool
 
 if __name__ == "__main__":
     run_tool(main)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sporeloom ppo`."""
 
-from sporeloom.errors import run_tool
-from sporeloom.verbs.ppo import main
+from sporeloom.cli.ppo import main
+from sporeloom.core.errors import run_tool
 
 if __name__ == "__main__":
     run_tool(main)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sporeloom train`."""
 
-from sporeloom.errors import run_tool
-from sporeloom.verbs.train import main
+from sporeloom.cli.train import main
+from sporeloom.core.errors import run_tool
 
 if __name__ == "__main__":
     run_tool(main)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sporeloom upcycle`."""
 
-from sporeloom.errors import run_tool
-from sporeloom.verbs.upcycle import main
+from sporeloom.cli.upcycle import main
+from sporeloom.core.errors import run_tool
 
 if __name__ == "__main__":
     run_tool(main)

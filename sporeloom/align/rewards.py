@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 
 Reward = Callable[..., Sequence[float]]
 """Called by keywords: `prompts` and `completions`, a text each, and columns of the prompts' lines, a list each; returns a

@@ -16,13 +16,13 @@ from sporeloom.certification.shrink import (
     small_strategies,
     small_task,
 )
-from sporeloom.cli import Overwrite, option, output
+from sporeloom.core.command_line import Overwrite, option, output
+from sporeloom.core.errors import ConfigError, Problems
+from sporeloom.core.files import unwritable
+from sporeloom.core.numbers import Count
 from sporeloom.dry_run.config import DryRun, DryRunConfig
 from sporeloom.dry_run.config import check as check_dry_run
-from sporeloom.errors import ConfigError, Problems
-from sporeloom.files import unwritable
 from sporeloom.models.config import AttentionKernel, ComputeDtype, ModelConfig
-from sporeloom.numbers import Count
 from sporeloom.planner.cluster import Cluster, read_cluster
 from sporeloom.planner.task import TaskFlags, TrainedTask
 from sporeloom.strategy.checks import batch_problems, model_problems

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from sporeloom.certificate import about_strategy, about_versions
 from sporeloom.certification import full_size
 from sporeloom.certification.proof import compile_ranks, prove, timed
 from sporeloom.certification.shrink import IN_PROOF, POSSIBLE_PROCESSES, small_strategies
@@ -23,12 +22,13 @@ from sporeloom.certification.verdict import (
     subject_folder,
     write,
 )
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.files import read_utf8, unwritable
+from sporeloom.core.log import milestone
+from sporeloom.core.shipped import shipped_or_file
 from sporeloom.dry_run.summary import GB
-from sporeloom.errors import ConfigError
-from sporeloom.files import read_utf8, unwritable
-from sporeloom.log import milestone
 from sporeloom.planner.cluster import Cluster, read_cluster
-from sporeloom.shipped import shipped_or_file
+from sporeloom.strategy.certificate import about_strategy, about_versions
 from sporeloom.strategy.checks import check_own_network
 from sporeloom.strategy.config import Strategy
 from sporeloom.strategy.loader import load_strategy, strategy_of

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from sporeloom.certificate import CERTIFIED, COVERS
 from sporeloom.dry_run.html import memory_bars, table
 from sporeloom.dry_run.summary import GB
+from sporeloom.strategy.certificate import CERTIFIED, COVERS
 
 STYLE = """body{font:15px/1.5 system-ui,sans-serif;margin:0 auto;max-width:60em;padding:2em;color:#222}
 h1{font-weight:600;margin-bottom:.2em}h2{margin-top:2.2em;border-bottom:2px solid #eee}

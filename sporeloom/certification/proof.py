@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sporeloom.certification.shrink import FULL_MESH, SUBJECT
-from sporeloom.lines import split_lines
-from sporeloom.processes import end_with_parent
+from sporeloom.core.lines import split_lines
+from sporeloom.core.processes import end_with_parent
 from sporeloom.runtime.launch import failure_report, launch
 from sporeloom.strategy.config import Strategy
 

@@ -12,7 +12,7 @@ import itertools
 import math
 from typing import Any
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.models.config import ExpertConfig, ModelConfig
 from sporeloom.models.streams import fields_of_layers
 from sporeloom.planner.task import TrainedTask

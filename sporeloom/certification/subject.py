@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 
 from sporeloom.certification.shrink import BATCH, rows_on_full_mesh, small_strategies
 from sporeloom.certification.training import STEPS, train_decoder, train_steps
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.files import write_text_atomically
+from sporeloom.core.reader import fields_from, read_json
 from sporeloom.dry_run.compile import rank_report
 from sporeloom.dry_run.partitioned import partition_custom
-from sporeloom.errors import ConfigError
-from sporeloom.files import write_text_atomically
 from sporeloom.models.config import ModelConfig
 from sporeloom.planner.task import task_from
-from sporeloom.reader import fields_from, read_json
 from sporeloom.runtime.engine import Engine
 from sporeloom.strategy.config import SINGLE_DEVICE, Strategy
 from sporeloom.strategy.loader import load_strategy, strategy_of

@@ -13,8 +13,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
+from sporeloom.core.files import write_atomically, write_text_atomically
 from sporeloom.data.batch import dropout_keys, make_batch, mtp_targets
-from sporeloom.files import write_atomically, write_text_atomically
 from sporeloom.models.adapters import LORA_B
 from sporeloom.models.config import ModelConfig
 from sporeloom.parallel.call import Call

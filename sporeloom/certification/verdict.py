@@ -15,7 +15,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sporeloom.certificate import (
+from sporeloom.certification import full_size
+from sporeloom.certification.config import Certification
+from sporeloom.certification.page import interval_text, page
+from sporeloom.certification.proof import LIMITS, Proof, prove, timed
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.files import write_text_atomically
+from sporeloom.core.log import milestone
+from sporeloom.core.shipped import shipped_or_file
+from sporeloom.strategy.certificate import (
     CERTIFIED,
     COVERS,
     REFUSED,
@@ -25,14 +33,6 @@ from sporeloom.certificate import (
     hashes_of,
     write_certificate,
 )
-from sporeloom.certification import full_size
-from sporeloom.certification.config import Certification
-from sporeloom.certification.page import interval_text, page
-from sporeloom.certification.proof import LIMITS, Proof, prove, timed
-from sporeloom.errors import ConfigError
-from sporeloom.files import write_text_atomically
-from sporeloom.log import milestone
-from sporeloom.shipped import shipped_or_file
 from sporeloom.strategy.config import Strategy
 
 Checks = dict[str, list[str]]

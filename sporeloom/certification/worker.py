@@ -11,8 +11,8 @@ from pathlib import Path
 sys.path[0] = ""  # not this folder: its modules have common names
 
 from sporeloom.certification.shrink import FULL_MESH, IN_PROOF, SUBJECT  # noqa: E402
-from sporeloom.errors import run_tool  # noqa: E402
-from sporeloom.reader import read_json  # noqa: E402
+from sporeloom.core.errors import run_tool  # noqa: E402
+from sporeloom.core.reader import read_json  # noqa: E402
 from sporeloom.runtime.environment import prepare_environment  # noqa: E402
 
 

@@ -30,8 +30,9 @@ from sporeloom.checkpoint.tensor_files import (
     write_tensor_by_tensor,
 )
 from sporeloom.checkpoint.tensor_hashes import seal, tensor_damage
-from sporeloom.errors import ConfigError
-from sporeloom.files import replaced_folder
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.files import replaced_folder
+from sporeloom.core.reader import read_json
 from sporeloom.models.adapters import (
     ADAPTER_CONFIG,
     HEAD,
@@ -47,7 +48,6 @@ from sporeloom.models.adapters import (
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import family_module
 from sporeloom.models.parameters import parameter_shapes
-from sporeloom.reader import read_json
 
 TENSORS = "adapter_model.safetensors"
 PREFIX = "base_model.model."

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from sporeloom.checkpoint.manifest import MANIFEST, Manifest
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.reader import Document, fields_from, is_a
 from sporeloom.models.adapters import LoRAConfig
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import FAMILIES
 from sporeloom.models.parameters import parameter_shapes
-from sporeloom.reader import Document, fields_from, is_a
 
 FACTORED = ("adafactor_rows.", "adafactor_columns.")
 """Means of a second moment that is stored as their product, in place of adam_v."""

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 from sporeloom.checkpoint.finite import check_finite, narrow
 from sporeloom.checkpoint.model_folder import load_weights
-from sporeloom.errors import ConfigError
-from sporeloom.files import write_atomically
-from sporeloom.hashes import check_file, check_hashes
-from sporeloom.lines import first_line
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.files import write_atomically
+from sporeloom.core.hashes import check_file, check_hashes
+from sporeloom.core.lines import first_line
+from sporeloom.core.scratch import scratch_folder
 from sporeloom.models.weight_names import Name
-from sporeloom.scratch import scratch_folder
 
 Tensors = dict[str, NDArray[Any]]
 

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 
 MAX_NAMED = 8
 """Maximum number of tensors that a message names."""

@@ -7,9 +7,9 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.reader import read_json
 from sporeloom.models.config import ModelConfig
-from sporeloom.reader import read_json
 
 GENERATION_CONFIG = "generation_config.json"
 KEY = "eos_token_id"

@@ -31,15 +31,15 @@ from sporeloom.checkpoint.tensor_files import (
     write_model_files,
 )
 from sporeloom.checkpoint.tensor_hashes import tensor_damage
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.hashes import check_hashes
+from sporeloom.core.log import milestone
+from sporeloom.core.reader import Document, fields_from, read_json
 from sporeloom.data.chat_template import TEMPLATE
-from sporeloom.errors import ConfigError
-from sporeloom.hashes import check_hashes
-from sporeloom.log import milestone
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import FAMILIES, family_module
 from sporeloom.models.parameters import parameter_shapes
 from sporeloom.models.published import ParameterPart, PublishedFormat, published_as, read_config
-from sporeloom.reader import Document, fields_from, read_json
 
 Dtype = Literal["float32", "bfloat16"]
 SHARD_BYTES = 5_000_000_000

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from sporeloom.checkpoint.tensor_files import DTYPES
-from sporeloom.errors import ConfigError
-from sporeloom.files import recover_folder, write_text_atomically
-from sporeloom.hashes import TENSORS, check_hashes
-from sporeloom.json_text import json_text
-from sporeloom.reader import read_json
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.files import recover_folder, write_text_atomically
+from sporeloom.core.hashes import TENSORS, check_hashes
+from sporeloom.core.json_text import json_text
+from sporeloom.core.reader import read_json
 
 FORMAT, VERSION = "sporeloom-checkpoint", 1
 MANIFEST, LATEST = "manifest.json", "latest"

@@ -32,14 +32,14 @@ from sporeloom.checkpoint.tensor_files import (
     write_tensor_by_tensor,
 )
 from sporeloom.checkpoint.tensor_hashes import seal, tensor_damage
-from sporeloom.errors import ConfigError
-from sporeloom.files import recover_folder, replaced_folder
-from sporeloom.hashes import HASHES, check_hashes
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.files import recover_folder, replaced_folder
+from sporeloom.core.hashes import HASHES, check_hashes
+from sporeloom.core.reader import fields_from, read_json
 from sporeloom.models.adapters import ADAPTER_CONFIG, base_folder, is_adapter_folder, is_reward_adapter
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import FAMILIES
 from sporeloom.models.parameters import EXPERTS
-from sporeloom.reader import fields_from, read_json
 
 CONFIG = "config.json"
 TENSOR_FILES = (".safetensors", ".safetensors.index.json")

@@ -20,8 +20,8 @@ from sporeloom.checkpoint.sharded import CheckpointReader
 from sporeloom.checkpoint.shards import Shard, whole, write_shards
 from sporeloom.checkpoint.tensor_files import TensorDescription, write_model_files
 from sporeloom.checkpoint.tensor_hashes import seal
-from sporeloom.errors import ConfigError
-from sporeloom.files import flush_all, partial_name
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.files import flush_all, partial_name
 
 
 def find_checkpoint(folder: Path) -> Path:

@@ -18,11 +18,11 @@ from sporeloom.checkpoint.content_hash import MASK, content_hash
 from sporeloom.checkpoint.finite import is_finite
 from sporeloom.checkpoint.manifest import FOLDER, LATEST, Manifest, Part, TensorEntry, checkpoints
 from sporeloom.checkpoint.tensor_files import TensorDescription, not_finite_tensors, write_tensor_by_tensor
-from sporeloom.errors import ConfigError
-from sporeloom.files import flush, remove, remove_folder, replace_folder, write_text_atomically
-from sporeloom.hashes import write_hashes
-from sporeloom.lines import first_line
-from sporeloom.reader import read_json
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.files import flush, remove, remove_folder, replace_folder, write_text_atomically
+from sporeloom.core.hashes import write_hashes
+from sporeloom.core.lines import first_line
+from sporeloom.core.reader import read_json
 
 WAIT_S = 1800.0
 MAPPED_BYTES = 64 << 20

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from sporeloom.checkpoint.content_hash import MASK, content_hash
 from sporeloom.checkpoint.manifest import Part, TensorEntry
 from sporeloom.checkpoint.tensor_files import TensorDescription, write_tensor_by_tensor
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 
 Slices = tuple[slice, ...]
 Shard = tuple[str, Slices]

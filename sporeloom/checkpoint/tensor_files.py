@@ -19,10 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sporeloom.checkpoint.finite import describe, is_finite, narrow, not_finite
-from sporeloom.errors import ConfigError
-from sporeloom.files import open_regular
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.files import open_regular
+from sporeloom.core.reader import Document, parse_json, read_json
 from sporeloom.models.adapters import ADAPTER_CONFIG
-from sporeloom.reader import Document, parse_json, read_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 BFLOAT16 = "bfloat16"

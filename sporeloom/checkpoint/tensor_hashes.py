@@ -15,15 +15,15 @@ from numpy.typing import NDArray
 from sporeloom.checkpoint.content_hash import MASK, content_hash
 from sporeloom.checkpoint.manifest import MANIFEST
 from sporeloom.checkpoint.tensor_files import CHUNK_NUMBERS, StoredTensor, numpy_dtype, stored_tensors
-from sporeloom.errors import ConfigError
-from sporeloom.hashes import check_hashes, write_hashes
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.hashes import check_hashes, write_hashes
 
 MAX_THREADS = 8
 
 
 def seal(folder: Path) -> None:
     """Record the hashes of a complete folder of a model, of adapters or of a training checkpoint: see
-    `sporeloom.hashes`."""
+    `sporeloom.core.hashes`."""
     write_hashes(folder, None if (folder / MANIFEST).exists() else tensor_hashes)
 
 

@@ -31,7 +31,7 @@ from sporeloom.checkpoint.tensor_files import (
     write_model_files,
 )
 from sporeloom.checkpoint.tensor_hashes import tensor_damage
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.models.config import ExpertConfig, ModelConfig
 from sporeloom.models.parameters import EXPERTS, parameter_shapes
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sporeloom.errors import ConfigError
-from sporeloom.files import check_regular
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.files import check_regular
 
 
 def read_arrays(path: Path, *names: str) -> list[NDArray[Any]]:

@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sporeloom.bounded_process import BoundedProcess
+from sporeloom.core.bounded_process import BoundedProcess
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.hashes import check_file
+from sporeloom.core.reader import parse_json, read_text
 from sporeloom.data.documents import decode_text
 from sporeloom.data.special_tokens import Span, SpecialTokens, joined
-from sporeloom.errors import ConfigError
-from sporeloom.hashes import check_file
-from sporeloom.reader import parse_json, read_text
 
 TEMPLATE = "chat_template.jinja"
 TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP = "tokenizer_config.json", "special_tokens_map.json"

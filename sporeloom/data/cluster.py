@@ -22,14 +22,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.files import write_atomically
+from sporeloom.core.lines import first_line
+from sporeloom.core.log import counted, milestone
 from sporeloom.data.frames import read_frames, write_frames
 from sporeloom.data.sources import Batch, DocumentSource, FilePart
 from sporeloom.data.stores import stamp
 from sporeloom.data.workers import WorkersLostError, ordered_map
-from sporeloom.errors import ConfigError
-from sporeloom.files import write_atomically
-from sporeloom.lines import first_line
-from sporeloom.log import counted, milestone
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 READ_BYTES, FEED_BYTES = 1 << 17, 1 << 10

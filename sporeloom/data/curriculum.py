@@ -27,14 +27,14 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.files import write_atomically
+from sporeloom.core.numbers import Count, NotNegative, Positive
+from sporeloom.core.reader import fields_from, read_yaml
 from sporeloom.data.arrays import read_arrays
 from sporeloom.data.packing import Arrangement, Packing
 from sporeloom.data.sample_order import Ints, epoch_samples
 from sporeloom.data.token_file import TokenFile
-from sporeloom.errors import ConfigError
-from sporeloom.files import write_atomically
-from sporeloom.numbers import Count, NotNegative, Positive
-from sporeloom.reader import fields_from, read_yaml
 
 Metric = Literal["vocabularyrarity", "seqlen", "loss"]
 AT_ONCE = 16

@@ -18,11 +18,11 @@ import numpy as np
 import regex
 from numpy.typing import NDArray
 
+from sporeloom.core.errors import ConfigError
 from sporeloom.data.batch import split_mix
 from sporeloom.data.minhash import run_hashes
 from sporeloom.data.rewrite import RewriteResult, with_text
 from sporeloom.data.sources import Batch, DocumentSource
-from sporeloom.errors import ConfigError
 
 # Words in lower case without punctuation; a character of a script without spaces is a word.
 WORD = regex.compile(r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}]|[\p{L}\p{M}\p{N}_]+")

@@ -22,13 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.locks import one_writer
+from sporeloom.core.log import milestone
 from sporeloom.data.cluster import Workers, over, over_batches
 from sporeloom.data.minhash import MinHash, jaccard, shingle_set, text_hash
 from sporeloom.data.rewrite import check_outputs, complete_or_absent, to_line
 from sporeloom.data.sources import LINES, Batch, DocumentSource
-from sporeloom.errors import ConfigError
-from sporeloom.locks import one_writer
-from sporeloom.log import milestone
 
 SMALL_BUCKET = 16
 PAIRS_A_TASK = 2000

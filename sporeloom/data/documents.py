@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.files import read_bytes
+from sporeloom.core.lines import split_lines
 from sporeloom.data.sources import DocumentSource, RawDocument, parse
-from sporeloom.errors import ConfigError
-from sporeloom.files import read_bytes
-from sporeloom.lines import split_lines
 
 
 def read_documents(path: Path) -> list[str]:

@@ -21,14 +21,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.lines import split_lines
+from sporeloom.core.reader import parse_json, shown_key
 from sporeloom.data.batch import Batch
 from sporeloom.data.documents import decode_text
 from sporeloom.data.packing import best_fit
 from sporeloom.data.tokenizer import ChatMessage, Prompt, Tokenizer, chat_prompt, text_prompt
-from sporeloom.errors import ConfigError
-from sporeloom.lines import split_lines
 from sporeloom.models.config import NO_LABEL
-from sporeloom.reader import parse_json, shown_key
 
 ROLES = ("system", "user", "assistant")
 MAX_PROBLEMS = 5

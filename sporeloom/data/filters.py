@@ -16,11 +16,11 @@ from typing import Any
 
 import regex
 
+from sporeloom.core.errors import ConfigError, Problems, did_you_mean
 from sporeloom.data.quality import WORD, TextStatistics, named_rules, repeated
 from sporeloom.data.rewrite import RewriteResult, with_text
 from sporeloom.data.sources import Batch, DocumentSource
 from sporeloom.data.web import detect_language, language_problems
-from sporeloom.errors import ConfigError, Problems, did_you_mean
 
 SCRIPTS = {
     "arabic": r"\p{Arabic}",

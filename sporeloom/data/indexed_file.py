@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.files import check_regular, write_atomically
 from sporeloom.data.token_file import CHECKED_BYTES
-from sporeloom.errors import ConfigError
-from sporeloom.files import check_regular, write_atomically
 
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
 HEADER = struct.Struct("<9sQBQQ")

@@ -21,6 +21,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from sporeloom.core.errors import ConfigError, Problems
+from sporeloom.core.numbers import Amount, Natural, NotNegative, Share
+from sporeloom.core.reader import fields_from, read_yaml
 from sporeloom.data.batch import Batch
 from sporeloom.data.blend import BLENDS
 from sporeloom.data.indexed_file import IndexedFile
@@ -38,9 +41,6 @@ from sporeloom.data.megatron_order import (
     split_ranges,
 )
 from sporeloom.data.sample_order import Sizes
-from sporeloom.errors import ConfigError, Problems
-from sporeloom.numbers import Amount, Natural, NotNegative, Share
-from sporeloom.reader import fields_from, read_yaml
 
 
 @dataclass(frozen=True)

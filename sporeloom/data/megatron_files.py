@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.files import flush_all
 from sporeloom.data.indexed_file import IndexedFile, bin_path, idx_path, token_dtype, write_indexed
 from sporeloom.data.token_file import (
     ENDS,
@@ -22,8 +24,6 @@ from sporeloom.data.token_file import (
 )
 from sporeloom.data.token_file import token_dtype as own_dtype
 from sporeloom.data.tokenizer import Tokenizer, content_hash, open_tokenizer
-from sporeloom.errors import ConfigError
-from sporeloom.files import flush_all
 
 
 def write_megatron_files(folder: Path, prefix: Path) -> dict[str, Any]:

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from sporeloom.core.errors import ConfigError
 from sporeloom.data.batch import document_positions
 from sporeloom.data.indexed_file import IndexedFile
-from sporeloom.errors import ConfigError
 
 PARTS = ("train", "valid", "test")
 SEPARATE_BELOW = 0.80

@@ -16,6 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.files import flush, flush_all
+from sporeloom.core.lines import first_line
 from sporeloom.data.token_file import (
     ENDS,
     TOKENS,
@@ -28,9 +31,6 @@ from sporeloom.data.token_file import (
     write_info,
 )
 from sporeloom.data.tokenizer import Tokenizer, content_hash, open_tokenizer
-from sporeloom.errors import ConfigError
-from sporeloom.files import flush, flush_all
-from sporeloom.lines import first_line
 
 COLUMN = "input_ids"
 BATCH = 1000

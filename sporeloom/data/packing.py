@@ -14,10 +14,10 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from sporeloom.core.files import write_atomically
 from sporeloom.data.arrays import read_arrays
 from sporeloom.data.sample_order import Ints, counted_up, shuffled
 from sporeloom.data.token_file import TokenFile
-from sporeloom.files import write_atomically
 
 Packing = Literal["stream", "shuffled", "best-fit"]
 EPOCHS_KEPT = 2

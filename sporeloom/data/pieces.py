@@ -14,10 +14,10 @@ from typing import Any
 
 import sentencepiece
 
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.files import read_bytes
 from sporeloom.data.piece_file import BYTE, CONTROL, UNKNOWN, USER_DEFINED, PieceFile, read_piece_file
 from sporeloom.data.special_tokens import SpecialTokens
-from sporeloom.errors import ConfigError
-from sporeloom.files import read_bytes
 
 SPACE = "\u2581"
 """SentencePiece's sign for a space, which it also adds before every text."""

@@ -16,10 +16,10 @@ import numpy as np
 import regex
 from numpy.typing import NDArray
 
+from sporeloom.core.errors import ConfigError, did_you_mean
 from sporeloom.data.batch import split_mix
 from sporeloom.data.minhash import run_hashes
 from sporeloom.data.web import detect_language
-from sporeloom.errors import ConfigError, did_you_mean
 
 WORD = regex.compile(r"\p{Han}|[\p{L}\p{M}\p{N}]+")  # in Chinese every character counts as a word
 ALPHABETIC = regex.compile(r"\p{L}")

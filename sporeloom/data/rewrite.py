@@ -17,12 +17,12 @@ from typing import IO, Any
 
 from tqdm import tqdm
 
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.files import flush
+from sporeloom.core.json_text import json_text
+from sporeloom.core.locks import one_writer
 from sporeloom.data.cluster import Workers, over_batches
 from sporeloom.data.sources import LINES, Batch, DocumentSource, TextDocument
-from sporeloom.errors import ConfigError
-from sporeloom.files import flush
-from sporeloom.json_text import json_text
-from sporeloom.locks import one_writer
 
 SHOWN_PROBLEMS = 20
 SAMPLES, SAMPLE_CHARS = 10, 500

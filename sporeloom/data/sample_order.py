@@ -10,8 +10,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from sporeloom.core.log import progress
 from sporeloom.data.batch import split_mix
-from sporeloom.log import progress
 
 ROUNDS = 6
 STRIDE = 1024

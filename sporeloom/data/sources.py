@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from sporeloom.core.errors import ConfigError, Problems
+from sporeloom.core.reader import parse_json, shown_key
 from sporeloom.data.compressed import COMPRESSED, open_frames
 from sporeloom.data.stores import open_document
 from sporeloom.data.tables import read_rows
 from sporeloom.data.web import WEB, extract_text, read_records
-from sporeloom.errors import ConfigError, Problems
-from sporeloom.reader import parse_json, shown_key
 
 LINES = (".jsonl", *(f".jsonl{suffix}" for suffix in COMPRESSED))
 TABLES = (".parquet",)

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from sporeloom.errors import ConfigError
-from sporeloom.lines import first_line
-from sporeloom.log import counted, milestone
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.lines import first_line
+from sporeloom.core.log import counted, milestone
 
 Config = TypeVar("Config")
 OUTPUTS = ("removed", "samples", "report", "out")

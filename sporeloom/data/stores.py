@@ -11,9 +11,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from sporeloom.errors import ConfigError
-from sporeloom.files import open_regular
-from sporeloom.lines import first_line
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.files import open_regular
+from sporeloom.core.lines import first_line
 
 BUFFER_BYTES = 1 << 20
 

@@ -21,12 +21,12 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from sporeloom.core.errors import ConfigError
 from sporeloom.data.batch import split_mix
 from sporeloom.data.cluster import Workers, over_batches
 from sporeloom.data.rewrite import RewriteResult, check_outputs, rewrite, with_text
 from sporeloom.data.sample_order import Ints, counted_up
 from sporeloom.data.sources import Batch, DocumentSource
-from sporeloom.errors import ConfigError
 
 TEXTS, ENDS, HASHES, PLACES = "texts.u32", "ends.i64", "hashes.u64", "places.i64"
 MAX_POSITIONS = 100

@@ -10,11 +10,11 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.json_text import json_text
+from sporeloom.core.lines import first_line
 from sporeloom.data.compressed import optional
 from sporeloom.data.stores import open_document
-from sporeloom.errors import ConfigError
-from sporeloom.json_text import json_text
-from sporeloom.lines import first_line
 
 ROWS, FEW_ROWS = 1000, 16
 """Number of rows decoded at once, and of groups with more than GROUP_BYTES or nested columns, where a few may be

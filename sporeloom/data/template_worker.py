@@ -21,7 +21,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from sporeloom.bounded_process import MEMORY_BYTES, serve
+from sporeloom.core.bounded_process import MEMORY_BYTES, serve
 from sporeloom.data.marked_text import MarkedText, concat, formatted, marked, marks_of
 
 MAX_TEXT = 4 << 20

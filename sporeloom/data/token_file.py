@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sporeloom.errors import ConfigError
-from sporeloom.hashes import check_file, check_hashes, write_hashes
-from sporeloom.numbers import Amount, Count, Natural
-from sporeloom.reader import fields_from, read_json
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.hashes import check_file, check_hashes, write_hashes
+from sporeloom.core.numbers import Amount, Count, Natural
+from sporeloom.core.reader import fields_from, read_json
 
 TOKENS, ENDS, INFO = "tokens.bin", "ends.bin", "dataset.json"
 VERSION = 1

@@ -19,6 +19,12 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.files import flush_all, write_text_atomically
+from sporeloom.core.locks import one_writer
+from sporeloom.core.log import milestone
+from sporeloom.core.numbers import Amount
+from sporeloom.core.reader import fields_from, read_json
 from sporeloom.data.cluster import Workers, over_batches
 from sporeloom.data.fim import FillInTheMiddle
 from sporeloom.data.sources import Batch, DocumentSource
@@ -35,12 +41,6 @@ from sporeloom.data.token_file import (
 )
 from sporeloom.data.tokenizer import Tokenizer, content_hash, open_tokenizer
 from sporeloom.data.workers import WorkersLostError
-from sporeloom.errors import ConfigError
-from sporeloom.files import flush_all, write_text_atomically
-from sporeloom.locks import one_writer
-from sporeloom.log import milestone
-from sporeloom.numbers import Amount
-from sporeloom.reader import fields_from, read_json
 
 PROGRESS = ".progress.json"
 SAVE_SECONDS = 2.0

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.files import read_bytes
+from sporeloom.core.hashes import HASHES, check_file
 from sporeloom.data.chat_template import TemplatedTokenizer, with_template
 from sporeloom.data.special_tokens import Span, joined
-from sporeloom.errors import ConfigError
-from sporeloom.files import read_bytes
-from sporeloom.hashes import HASHES, check_file
 from sporeloom.models.adapters import base_folder, is_adapter_folder
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import family_module

@@ -14,9 +14,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.lines import first_line
 from sporeloom.data.stores import open_document
-from sporeloom.errors import ConfigError
-from sporeloom.lines import first_line
 
 WEB = (".warc", ".warc.gz", ".wet", ".wet.gz")
 GZIP = b"\x1f\x8b"

@@ -12,8 +12,8 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
-from sporeloom.errors import ConfigError
-from sporeloom.processes import end_with_parent
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.processes import end_with_parent
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

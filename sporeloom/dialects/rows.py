@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sporeloom.core.errors import ConfigError
 from sporeloom.dialects.settings import InputKeys
-from sporeloom.errors import ConfigError
 
 
 class NotExpressibleError(ValueError):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from sporeloom.errors import did_you_mean
+from sporeloom.core.errors import did_you_mean
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import size_config
 from sporeloom.strategy.config import Strategy

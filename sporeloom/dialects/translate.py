@@ -7,11 +7,11 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.shipped import RULES, name_of, shipped_or_file
 from sporeloom.dialects import deepspeed, megatron, mindformers1, mindformers2, ours
 from sporeloom.dialects.settings import LOSSES, Note, Settings
 from sporeloom.dialects.yaml_file import read_flat
-from sporeloom.errors import ConfigError
-from sporeloom.shipped import RULES, name_of, shipped_or_file
 from sporeloom.strategy.checks import strategy_problems
 from sporeloom.strategy.config import Strategy
 from sporeloom.strategy.loader import load_rules

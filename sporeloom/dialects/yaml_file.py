@@ -9,10 +9,10 @@ from typing import Any
 
 import yaml
 
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.lines import first_line
+from sporeloom.core.reader import Document, Keys, read_yaml
 from sporeloom.dialects.settings import GivenValue
-from sporeloom.errors import ConfigError
-from sporeloom.lines import first_line
-from sporeloom.reader import Document, Keys, read_yaml
 
 VALUES = (
     "offset",

@@ -6,10 +6,10 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 
+from sporeloom.core.errors import ConfigError
 from sporeloom.dry_run.partitioned import Partitioned, partition_model
 from sporeloom.dry_run.rank_report import RankParameter, RankReport, rank_parameters
 from sporeloom.dry_run.work import Work, add_work, between, phases_of
-from sporeloom.errors import ConfigError
 from sporeloom.models.config import ModelConfig
 from sporeloom.partition.graph import Graph, Name, TensorType
 from sporeloom.partition.held import item_size

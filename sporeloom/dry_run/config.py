@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from sporeloom.cli import Overwrite, option, output
-from sporeloom.errors import ConfigError, Problems
+from sporeloom.core.command_line import Overwrite, option, output
+from sporeloom.core.errors import ConfigError, Problems
+from sporeloom.core.numbers import Count, Positive, number_problems
 from sporeloom.models.config import AttentionKernel, ComputeDtype, ModelConfig
 from sporeloom.models.family import config_with_file, size_config, with_precision
-from sporeloom.numbers import Count, Positive, number_problems
 from sporeloom.planner.task import TaskFlags, TrainedTask, task_of, task_problems, trained_model
 from sporeloom.strategy.checks import adapter_problems, batch_problems, group_problems, model_problems
 from sporeloom.strategy.config import Strategy

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from mindspore.nn.utils import no_init_parameters
 
+from sporeloom.core.errors import ConfigError, did_you_mean
 from sporeloom.dry_run.partitioned import partition_model
-from sporeloom.errors import ConfigError, did_you_mean
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import family_module
 from sporeloom.models.paths import path_matches

@@ -15,11 +15,11 @@ from typing import Any
 from mindspore import nn
 
 from sporeloom.dry_run.cells import DryRunCell, custom_cell, model_cell
+from sporeloom.mindspore_compat.names import mind_ir
 from sporeloom.models.config import ModelConfig
 from sporeloom.parallel.report import Report
 from sporeloom.parallel.step import TrainStep
 from sporeloom.planner.task import PLAIN_TEXT, TrainedTask
-from sporeloom.private_names import mind_ir
 from sporeloom.runtime.cpu.call_graphs import cut_call, num_microbatches_of
 from sporeloom.runtime.cpu.step_graphs import (
     Cut,

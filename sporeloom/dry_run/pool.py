@@ -9,12 +9,12 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from importlib import import_module
 
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.processes import FAST_MALLOC, MALLOC, begin_forked, forking_context
 from sporeloom.dry_run.by_depth import full_depth, reduced_depths
 from sporeloom.dry_run.config import DryRun
 from sporeloom.dry_run.rank_report import RankReport
-from sporeloom.errors import ConfigError
 from sporeloom.models.config import ModelConfig
-from sporeloom.processes import FAST_MALLOC, MALLOC, begin_forked, forking_context
 from sporeloom.runtime.environment import prepare_environment
 from sporeloom.strategy.config import Strategy
 

@@ -9,9 +9,9 @@ import math
 from collections import Counter
 from typing import Any
 
+from sporeloom.core.log import counted
 from sporeloom.dry_run.config import DryRun
 from sporeloom.dry_run.rank_report import RankReport
-from sporeloom.log import counted
 from sporeloom.models.parameters import num_parameters
 from sporeloom.planner.closed_forms import job_of, parameter_bytes
 from sporeloom.planner.dimensions import Parallelism, of_decoder

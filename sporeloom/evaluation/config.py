@@ -9,21 +9,21 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from sporeloom.cli import option
+from sporeloom.core.command_line import option
+from sporeloom.core.errors import ConfigError, did_you_mean
+from sporeloom.core.files import read_gzip, unwritable
+from sporeloom.core.lines import split_lines
+from sporeloom.core.numbers import Bounds, Count, Positive, number_problems
+from sporeloom.core.reader import parse_json, read_json
 from sporeloom.data.tokenizer import Prompt
-from sporeloom.errors import ConfigError, did_you_mean
 from sporeloom.evaluation.checks import Problem
 from sporeloom.evaluation.programs import NAMES
 from sporeloom.evaluation.prompter import PromptForm, prompter_of
 from sporeloom.evaluation.sandbox import check_isolation
-from sporeloom.files import read_gzip, unwritable
 from sporeloom.inference import config as inference
 from sporeloom.inference.config import ComputeFlags, GenerateConfig, GenerateJob
 from sporeloom.inference.sampling import SamplingConfig
 from sporeloom.inference.stopping import StopCondition
-from sporeloom.lines import split_lines
-from sporeloom.numbers import Bounds, Count, Positive, number_problems
-from sporeloom.reader import parse_json, read_json
 from sporeloom.runtime.environment import is_first_process
 
 Megabytes = Annotated[int, Bounds(64, 1 << 20)]

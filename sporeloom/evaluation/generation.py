@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from sporeloom.core.files import read_bytes, write_text_atomically
+from sporeloom.core.json_text import json_text
+from sporeloom.core.lines import split_lines
+from sporeloom.core.log import milestone
+from sporeloom.core.reader import parse_json
 from sporeloom.evaluation.config import SAMPLES_FILE, SETTINGS_FILE, Evaluation, SampleRequest
-from sporeloom.files import read_bytes, write_text_atomically
 from sporeloom.inference.session import Completion, open_session
-from sporeloom.json_text import json_text
-from sporeloom.lines import split_lines
-from sporeloom.log import milestone
-from sporeloom.reader import parse_json
 from sporeloom.runtime.engine import Engine
 
 Sample = dict[str, Any]

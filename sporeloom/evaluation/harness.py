@@ -20,17 +20,17 @@ from lm_eval import simple_evaluate
 from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.files import read_bytes
+from sporeloom.core.lines import first_line
 from sporeloom.data.tokenizer import ChatMessage, Prompt
-from sporeloom.errors import ConfigError
 from sporeloom.evaluation.harness_config import Harness
 from sporeloom.evaluation.harness_options import read_options
 from sporeloom.evaluation.written_chats import WrittenChats
-from sporeloom.files import read_bytes
 from sporeloom.inference.config import GenerateJob
 from sporeloom.inference.sampling import Sampler, SamplingConfig
 from sporeloom.inference.scheduler import Failure, PromptScores, Request, Scheduler
 from sporeloom.inference.session import Session, open_session
-from sporeloom.lines import first_line
 from sporeloom.runtime.engine import Engine
 
 OWN_TASKS = Path(__file__).parent / "tasks"

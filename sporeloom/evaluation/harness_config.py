@@ -7,16 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from sporeloom import cli
-from sporeloom.cli import Overwrite, option
-from sporeloom.errors import ConfigError, Problems
+from sporeloom.core.command_line import Overwrite, option, output
+from sporeloom.core.errors import ConfigError, Problems
+from sporeloom.core.files import unwritable
+from sporeloom.core.json_text import json_text
+from sporeloom.core.numbers import Count, Natural, number_problems
+from sporeloom.core.reader import read_json
 from sporeloom.evaluation.task_code import code_problems
-from sporeloom.files import unwritable
 from sporeloom.inference import config as inference
 from sporeloom.inference.config import ComputeFlags, GenerateConfig, GenerateJob
-from sporeloom.json_text import json_text
-from sporeloom.numbers import Count, Natural, number_problems
-from sporeloom.reader import read_json
 from sporeloom.runtime.environment import is_first_process
 
 
@@ -43,7 +42,7 @@ class HarnessConfig(Overwrite, ComputeFlags):
         "let the files of --tasks and --include-path run Python code with all your rights: functions "
         "(`!function`), metrics and data sets that are programs",
     )
-    output: Path | None = cli.output(None, "JSON file for the results, with all questions and answers (default: none)")
+    output: Path | None = output(None, "JSON file for the results, with all questions and answers (default: none)")
     compare: Path | None = option(None, "--output of an earlier call: print the differences, too (default: none)")
 
 

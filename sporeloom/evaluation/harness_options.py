@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sporeloom.errors import ConfigError, Problems, did_you_mean
+from sporeloom.core.errors import ConfigError, Problems, did_you_mean
+from sporeloom.core.numbers import number_problems
+from sporeloom.core.reader import is_a
 from sporeloom.inference.config import GenerateJob
 from sporeloom.inference.sampling import SamplingConfig
-from sporeloom.numbers import number_problems
-from sporeloom.reader import is_a
 
 MAX_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 """Equivalent names of one option."""

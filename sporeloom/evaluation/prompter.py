@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from sporeloom.core.errors import ConfigError
 from sporeloom.data.tokenizer import ChatMessage, Prompt, Tokenizer, chat_prompt, text_prompt
-from sporeloom.errors import ConfigError
 from sporeloom.evaluation.chat import question, translation_question
 from sporeloom.evaluation.checks import Problem
 from sporeloom.evaluation.programs import generation_prompt, translation_prompt

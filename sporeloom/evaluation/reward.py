@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sporeloom.align.rewards import Reward
-from sporeloom.errors import ConfigError, did_you_mean
+from sporeloom.core.errors import ConfigError, did_you_mean
 from sporeloom.evaluation.chat import BLOCK, answer_program
 from sporeloom.evaluation.judge import judge_all
 from sporeloom.evaluation.programs import NAMES, extract, program

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 
 FOLDER = "/box"
 """Working folder of the commands, in the root they see."""

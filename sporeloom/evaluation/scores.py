@@ -10,7 +10,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.files import write_text_atomically
+from sporeloom.core.json_text import json_text
 from sporeloom.evaluation.chat import answer_program
 from sporeloom.evaluation.checks import Problem, Program
 from sporeloom.evaluation.config import RESULTS_FILE, SAMPLES_FILE, SUMMARY_FILE, Evaluation
@@ -19,8 +21,6 @@ from sporeloom.evaluation.judge import Verdict, judge_all, pass_at_k
 from sporeloom.evaluation.programs import extract, program
 from sporeloom.evaluation.sandbox import Limits
 from sporeloom.evaluation.toolchains import MissingToolchainError, find_toolchain
-from sporeloom.files import write_text_atomically
-from sporeloom.json_text import json_text
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import yaml
 
-from sporeloom.errors import ConfigError
-from sporeloom.reader import LOADER, MAX_DEPTH, read_text
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.reader import LOADER, MAX_DEPTH, read_text
 
 FLAG = "--trust-remote-code"
 SWITCHES = ("unsafe_code", "hf_evaluate", "trust_remote_code")

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from sporeloom.core.files import private_cache
+from sporeloom.core.lines import split_lines
 from sporeloom.evaluation.sandbox import Job, Limits, Step
-from sporeloom.files import private_cache
-from sporeloom.lines import split_lines
 
 COMPILE_S = 60.0
 DEBIAN_GO_PATH = Path("/usr/share/gocode")

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from sporeloom.checkpoint.model_folder import load_text_config
-from sporeloom.cli import option
+from sporeloom.core.command_line import option
+from sporeloom.core.errors import ConfigError, Problems, did_you_mean
+from sporeloom.core.lines import split_lines
+from sporeloom.core.numbers import Count, Natural
 from sporeloom.data.chat_template import read_variables
 from sporeloom.data.documents import decode_text, json_lines
 from sporeloom.data.tokenizer import (
@@ -22,14 +25,11 @@ from sporeloom.data.tokenizer import (
     infill_prompt,
     text_prompt,
 )
-from sporeloom.errors import ConfigError, Problems, did_you_mean
 from sporeloom.inference.sampling import SamplingConfig
 from sporeloom.inference.stopping import StopCondition, at_closed_brace, at_dedent
-from sporeloom.lines import split_lines
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import family_module
 from sporeloom.models.slots import num_slots_for
-from sporeloom.numbers import Count, Natural
 from sporeloom.strategy.checks import launch_problems, model_problems
 from sporeloom.strategy.config import SINGLE_DEVICE, Strategy
 from sporeloom.strategy.flags import StrategyFlags

@@ -17,9 +17,9 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 from numpy.typing import NDArray
 
-from sporeloom.files import flush, partial_name, private_cache, read_private, remove
-from sporeloom.lines import first_line, split_lines
-from sporeloom.log import milestone
+from sporeloom.core.files import flush, partial_name, private_cache, read_private, remove
+from sporeloom.core.lines import first_line, split_lines
+from sporeloom.core.log import milestone
 from sporeloom.nn.attention import Attention
 from sporeloom.nn.blocks import Block, DecoderLayer, ParallelBlock, SandwichLayer
 from sporeloom.nn.head import TiedHead

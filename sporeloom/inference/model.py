@@ -20,7 +20,7 @@ from sporeloom.checkpoint.finite import narrow
 from sporeloom.checkpoint.model_folder import Read, check_shapes, open_weights
 from sporeloom.checkpoint.shards import Slices
 from sporeloom.checkpoint.tensor_files import WEIGHTS
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.inference.kernels import kernel_library, rows_are_alone, use_kernels
 from sporeloom.inference.memory import side_by_side
 from sporeloom.inference.quantize import quantize, quantized_weights

@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from sporeloom.cli import option
-from sporeloom.errors import ConfigError
-from sporeloom.numbers import (
+from sporeloom.core.command_line import option
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.numbers import (
     MIN_TEMPERATURE,
     Natural,
     NotNegative,

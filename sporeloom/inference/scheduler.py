@@ -16,10 +16,10 @@ from typing import Literal
 
 import numpy as np
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.log import LogBudget
 from sporeloom.inference.decoding import Decoding, Logits
 from sporeloom.inference.sampling import BadLogitsError, History, NoTokenError, Sampler, TokenScore, score_token
-from sporeloom.log import LogBudget
 from sporeloom.runtime.engine import Engine
 
 FinishReason = Literal["stop", "length"]

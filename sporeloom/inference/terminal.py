@@ -8,13 +8,13 @@ import signal
 import sys
 from typing import Any
 
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.json_text import json_text
+from sporeloom.core.log import counted, milestone
 from sporeloom.data.tokenizer import Prompt
-from sporeloom.errors import ConfigError
 from sporeloom.inference.config import GenerateJob, in_form, prompt_problems
 from sporeloom.inference.sampling import finite
 from sporeloom.inference.session import Completion, Session, open_session
-from sporeloom.json_text import json_text
-from sporeloom.log import counted, milestone
 from sporeloom.runtime.engine import Engine
 
 
@@ -95,7 +95,7 @@ def _summary(completions: list[Completion], session: Session) -> str:
 def _converse(session: Session, job: GenerateJob) -> None:
     milestone("one text a line; end with Ctrl-D")
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(newline="\n")  # as in files, see `sporeloom.lines`
+        sys.stdin.reconfigure(newline="\n")  # as in files, see `sporeloom.core.lines`
     while True:
         try:
             text = input("> ").removesuffix("\r")

@@ -16,17 +16,17 @@ from typing import Any, get_type_hints
 import numpy as np
 
 from sporeloom.checkpoint.model_folder import load_config
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.files import write_text_atomically
+from sporeloom.core.log import milestone
+from sporeloom.core.shipped import DECODER
 from sporeloom.data.blend import BlendEntry, read_blend, short_datasets
 from sporeloom.dialects import Settings
 from sporeloom.dialects.settings import LOSSES
 from sporeloom.dialects.translate import read, recognize
-from sporeloom.errors import ConfigError
-from sporeloom.files import write_text_atomically
 from sporeloom.inference.config import GenerateConfig
 from sporeloom.inference.config import check as check_generation
-from sporeloom.log import milestone
 from sporeloom.runtime.environment import is_first_process, launched_processes, prepare_environment
-from sporeloom.shipped import DECODER
 from sporeloom.strategy.config import SINGLE_DEVICE
 from sporeloom.strategy.text import strategy_text
 from sporeloom.train.config import check as check_training

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.numbers import Count, Positive, Rate
+from sporeloom.core.reader import read_json
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.parameters import EXPERTS, Shapes, parameter_shapes
 from sporeloom.models.paths import alternatives, path_matches
-from sporeloom.numbers import Count, Positive, Rate
-from sporeloom.reader import read_json
 
 ADAPTER_CONFIG = "adapter_config.json"
 TEXT, REWARD = "CAUSAL_LM", "SEQ_CLS"

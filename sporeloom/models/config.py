@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.numbers import Count, Depth, Natural, NotNegative, Positive, Rate, number_problems
 from sporeloom.models.latent import LatentConfig
 from sporeloom.models.rope_scaling import RopeScaling
 from sporeloom.models.streams import IndexerConfig, StreamsConfig, fields_of_layers, further_problems
-from sporeloom.numbers import Count, Depth, Natural, NotNegative, Positive, Rate, number_problems
 
 Activation = Literal["gelu", "gelu_tanh", "fast_gelu", "silu"]
 ComputeDtype = Literal["float32", "bfloat16", "float16"]

@@ -12,10 +12,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from sporeloom.errors import ConfigError, did_you_mean
-from sporeloom.hashes import check_file
+from sporeloom.core.errors import ConfigError, did_you_mean
+from sporeloom.core.hashes import check_file
+from sporeloom.core.reader import fields_from, read_json
 from sporeloom.models.config import AttentionKernel, ComputeDtype, ModelConfig
-from sporeloom.reader import fields_from, read_json
 
 FAMILIES = ("pangu", "codegeex", "palm")
 

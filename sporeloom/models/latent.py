@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sporeloom.errors import ConfigError
-from sporeloom.numbers import Count, Natural, Positive, number_problems
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.numbers import Count, Natural, Positive, number_problems
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import glob
 import itertools
 import math
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 
 MAX_ALTERNATIVES = 1000
 """Maximum number of alternatives of one pattern."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from sporeloom.errors import ConfigError, Problems, did_you_mean
+from sporeloom.core.errors import ConfigError, Problems, did_you_mean
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.parameters import Shapes, parameter_shapes
 from sporeloom.models.published_keys import TrackedKeys, key_problems, unknown_keys

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from sporeloom.errors import ConfigError, did_you_mean
-from sporeloom.numbers import Count, NotNegative, Positive, number_problems
+from sporeloom.core.errors import ConfigError, did_you_mean
+from sporeloom.core.numbers import Count, NotNegative, Positive, number_problems
 
 Kind = Literal["linear", "dynamic", "ntk", "yarn", "llama3"]
 

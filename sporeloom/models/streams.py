@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sporeloom.errors import ConfigError
-from sporeloom.numbers import Count, Natural, Positive, number_problems
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.numbers import Count, Natural, Positive, number_problems
 
 if TYPE_CHECKING:
     from sporeloom.models.config import ModelConfig

@@ -7,7 +7,7 @@ Shapes: B batch, T tokens, D hidden, V vocabulary. The residual stream is (B*T, 
 from mindspore import dtype as mstype
 from mindspore import nn, ops
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.models.config import ModelConfig
 from sporeloom.nn.attention import Attention, DocumentMask, SlotMask, WindowMask
 from sporeloom.nn.blocks import BLOCKS

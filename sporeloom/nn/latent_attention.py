@@ -11,7 +11,7 @@ from mindspore import Parameter, nn, ops
 from mindspore import dtype as mstype
 from mindspore.common.initializer import Normal, initializer
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.models.config import ModelConfig
 from sporeloom.nn.cache import KVCache, NoCache
 from sporeloom.nn.causal_conv import CausalConv

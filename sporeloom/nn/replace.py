@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from mindspore import Parameter, nn
 
-from sporeloom.private_names import own_parameters
+from sporeloom.mindspore_compat.names import own_parameters
 
 
 def replace_cell(net: nn.Cell, path: str, part: nn.Cell) -> None:

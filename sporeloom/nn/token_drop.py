@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from mindspore import nn, ops
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.models.config import ModelConfig
 from sporeloom.nn.attention import Mask
 from sporeloom.nn.flash import chooses_flash

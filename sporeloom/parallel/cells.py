@@ -7,9 +7,9 @@ from __future__ import annotations
 import mindspore as ms
 from mindspore import ParameterTuple, Tensor, nn, ops
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
+from sporeloom.mindspore_compat.names import FusedLSTM, StepwiseRNN, nn_func, own_primitives
 from sporeloom.parallel.sharding import shard
-from sporeloom.private_names import FusedLSTM, StepwiseRNN, nn_func, own_primitives
 
 MEAN_OF_OWN_ROWS = "SparseSoftmaxCrossEntropyWithLogits"
 """Operator that averages the rows of its input, on each rank those it has."""

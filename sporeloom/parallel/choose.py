@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from mindspore import nn
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.parallel.sharding import operators, parameter_uses
 from sporeloom.strategy.layout import Layout, show
 

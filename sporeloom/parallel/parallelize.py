@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import mindspore as ms
 from mindspore import nn
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
+from sporeloom.mindspore_compat.names import NO_PARTITIONER, GradAccumulation, MicroBatchInterleaved, numpy_type
 from sporeloom.models.paths import path_matches
 from sporeloom.parallel.cells import ShardBatch
 from sporeloom.parallel.layers import layers_of, matching_cells
@@ -27,7 +28,6 @@ from sporeloom.parallel.sharding import (
     unmatched_rules,
     with_parts_of_axes,
 )
-from sporeloom.private_names import NO_PARTITIONER, GradAccumulation, MicroBatchInterleaved, numpy_type
 from sporeloom.strategy.checks import spans_tensor_parallel
 from sporeloom.strategy.config import Rule, Strategy
 from sporeloom.strategy.layout import Layout, LayoutError, Shape, degrees, local_shape

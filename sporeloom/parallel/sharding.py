@@ -18,8 +18,8 @@ import mindspore as ms
 from mindspore import Parameter, nn
 from mindspore.ops import Primitive
 
+from sporeloom.mindspore_compat.names import own_parameters, own_primitives
 from sporeloom.models.paths import alternatives, path_matches
-from sporeloom.private_names import own_parameters, own_primitives
 from sporeloom.strategy.config import Rule
 from sporeloom.strategy.layout import EXPERT_AXIS, EXPERT_REPLICA_AXIS, GROUP_AXIS, KV_AXIS, Dim, Layout, degrees
 from sporeloom.strategy.mesh import AXES, Mesh, part_of_axis

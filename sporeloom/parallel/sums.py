@@ -15,7 +15,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import nn, ops
 
-from sporeloom.private_names import own_primitives
+from sporeloom.mindspore_compat.names import own_primitives
 
 _places: list[tuple[Any, str, ops.AddN]] = []
 """Modules of MindSpore, their names for an AddN, and the AddN."""

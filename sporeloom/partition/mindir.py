@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from sporeloom.mindspore_compat.names import mind_ir
 from sporeloom.partition.graph import Graph, Input, Name, Node, Scope, TensorType
-from sporeloom.private_names import mind_ir
 
 DTYPES = {
     1: "float32",

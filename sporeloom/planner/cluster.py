@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sporeloom.errors import ConfigError, did_you_mean
-from sporeloom.numbers import Count, NotNegative, Positive, Rate
-from sporeloom.reader import fields_from, read_yaml
-from sporeloom.shipped import CLUSTERS, shipped_or_file
+from sporeloom.core.errors import ConfigError, did_you_mean
+from sporeloom.core.numbers import Count, NotNegative, Positive, Rate
+from sporeloom.core.reader import fields_from, read_yaml
+from sporeloom.core.shipped import CLUSTERS, shipped_or_file
 from sporeloom.strategy.mesh import Mesh
 
 FITTED = Path(__file__).with_name("fitted.yaml")

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.numbers import Amount, Count, Natural, Positive, number_problems
+from sporeloom.core.reader import fields_from, read_yaml
 from sporeloom.models.config import ExpertConfig, ModelConfig, Widths
 from sporeloom.models.parameters import layer_shapes, parameter_shapes
-from sporeloom.numbers import Amount, Count, Natural, Positive, number_problems
-from sporeloom.reader import fields_from, read_yaml
 from sporeloom.strategy.config import Order, stage_of_part
 
 

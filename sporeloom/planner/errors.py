@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sporeloom.log import counted
+from sporeloom.core.log import counted
+from sporeloom.core.reader import read_yaml
 from sporeloom.planner.cluster import Cluster
 from sporeloom.planner.dimensions import Dimensions, Parallelism
 from sporeloom.planner.task import PLAIN_TEXT, TrainedTask
-from sporeloom.reader import read_yaml
 
 ERRORS = Path(__file__).with_name("errors.yaml")
 LIKE_PLAIN_TEXT = ("pretraining", "sft")

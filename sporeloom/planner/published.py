@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.planner.cluster import Cluster, chips
 from sporeloom.planner.dimensions import Dimensions, Parallelism
 

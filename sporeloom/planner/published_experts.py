@@ -9,7 +9,7 @@ import dataclasses
 import re
 from pathlib import Path
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.planner.cluster import Cluster, chips
 from sporeloom.planner.dimensions import Dimensions, Parallelism
 from sporeloom.planner.published import CAPACITY_FACTOR, Measurement, PublishedRun, UnpredictableError

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from sporeloom.cli import check_numbers
-from sporeloom.errors import ConfigError
-from sporeloom.numbers import Bounds, Count, Natural
+from sporeloom.core.command_line import check_numbers
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.numbers import Bounds, Count, Natural
 from sporeloom.planner.closed_forms import Precision, optimizer_sharding
 from sporeloom.planner.cluster import Cluster
 from sporeloom.planner.dimensions import Dimensions, Parallelism, Recomputation, even_parts

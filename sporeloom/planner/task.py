@@ -19,13 +19,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from sporeloom.cli import option
-from sporeloom.errors import ConfigError, Problems
+from sporeloom.core.command_line import option
+from sporeloom.core.errors import ConfigError, Problems
+from sporeloom.core.numbers import Count
 from sporeloom.models.adapters import HEAD, LoRAConfig
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import size_config
 from sporeloom.models.slots import num_slots_for
-from sporeloom.numbers import Count
 from sporeloom.planner.closed_forms import parameter_bytes
 from sporeloom.planner.dimensions import Dimensions, Parallelism, of_decoder
 from sporeloom.planner.memory import MOMENTS, StageMemory, head_columns, layer_activations, stage_memory

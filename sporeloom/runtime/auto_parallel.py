@@ -15,7 +15,8 @@ from mindspore import Parameter, Tensor, nn
 from mindspore.graph import api
 from mindspore.ops.composite.base import GradOperation_
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
+from sporeloom.mindspore_compat.names import ClipByGlobalNorm
 from sporeloom.parallel.call import Call
 from sporeloom.parallel.cells import (
     FunctionCell,
@@ -29,7 +30,6 @@ from sporeloom.parallel.parallelize import parallelize, shards_itself, wrap
 from sporeloom.parallel.report import Report
 from sporeloom.parallel.step import TrainStep
 from sporeloom.parallel.sums import add_by_pairs_in
-from sporeloom.private_names import ClipByGlobalNorm
 from sporeloom.runtime.calls import calling, nested
 from sporeloom.runtime.compiler import set_auto_parallel_context
 from sporeloom.runtime.cpu.compilation_cache import strategy_key

@@ -15,7 +15,7 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
 from numpy.typing import NDArray
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.runtime.compiler import faster_compilation
 from sporeloom.runtime.layouts import ParameterLayout
 from sporeloom.strategy.config import Strategy

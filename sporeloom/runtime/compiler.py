@@ -10,19 +10,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sporeloom.errors import ConfigError
-from sporeloom.parallel.sums import add_by_add_n, add_by_pairs
-from sporeloom.private_names import (
+from sporeloom.core.errors import ConfigError
+from sporeloom.mindspore_compat.names import (
     NO_PARTITIONER,
     RELEASE_OWNER,
     SEARCH_COSTS,
     compile_config,
     reset_auto_parallel_context,
 )
-from sporeloom.private_names import auto_parallel_context as mindspores_context
-from sporeloom.private_names import set_auto_parallel_context as set_mindspores_context
+from sporeloom.mindspore_compat.names import auto_parallel_context as mindspores_context
+from sporeloom.mindspore_compat.names import set_auto_parallel_context as set_mindspores_context
+from sporeloom.mindspore_compat.symbols import lacks, library
+from sporeloom.parallel.sums import add_by_add_n, add_by_pairs
 from sporeloom.runtime.gradients import decided_branches
-from sporeloom.runtime.symbols import lacks, library
 from sporeloom.strategy.config import Strategy
 
 FASTER = {"GREED_PARSE": "1", "COMPILE_DEBUG_MODE": "release"}

@@ -13,7 +13,8 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from numpy.typing import NDArray
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
+from sporeloom.mindspore_compat.symbols import TargetError
 from sporeloom.parallel.report import ParameterReport, Report
 from sporeloom.runtime.backend import Backend
 from sporeloom.runtime.cpu.processes import CpuProcesses
@@ -22,7 +23,6 @@ from sporeloom.runtime.cpu.target import pin_cpu
 from sporeloom.runtime.environment import launched_processes
 from sporeloom.runtime.native import Devices
 from sporeloom.runtime.native_spmd import SpmdDevices
-from sporeloom.runtime.symbols import TargetError
 from sporeloom.strategy.checks import launch_problems
 from sporeloom.strategy.config import Strategy
 

@@ -10,7 +10,7 @@ import warnings
 import zlib
 from pathlib import Path
 
-from sporeloom.processes import LAUNCHER, end_with_parent
+from sporeloom.core.processes import LAUNCHER, end_with_parent
 
 DEVICE_FILES = {"/dev/davinci_manager": "Ascend", "/dev/nvidiactl": "GPU"}
 """File that shows the presence of a device -> MindSpore's name of the device."""

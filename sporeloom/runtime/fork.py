@@ -24,7 +24,7 @@ from pathlib import Path
 if __name__ == "__main__":  # Python looks in this folder first, whose modules have common names
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from sporeloom.processes import end_with_parent
+from sporeloom.core.processes import end_with_parent
 from sporeloom.runtime.environment import prepare_environment
 
 GRACE_S = 1.0

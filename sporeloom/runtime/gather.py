@@ -15,9 +15,9 @@ from mindspore import nn
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from sporeloom.files import write_atomically
+from sporeloom.core.files import write_atomically
+from sporeloom.core.reader import read_json
 from sporeloom.parallel.report import Report
-from sporeloom.reader import read_json
 from sporeloom.runtime.engine import Engine
 
 WAIT_S = 1800.0

@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 from mindspore import nn
 
-from sporeloom.errors import ConfigError
-from sporeloom.files import write_text_atomically
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.files import write_text_atomically
 from sporeloom.parallel.choose import choose
 from sporeloom.runtime.environment import is_first_process, launched_processes
 from sporeloom.strategy.checks import check_own_network

@@ -18,8 +18,8 @@ from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
-from sporeloom.private_names import bprop_getters, grad_comm_ops
-from sporeloom.scratch import scratch_folder
+from sporeloom.core.scratch import scratch_folder
+from sporeloom.mindspore_compat.names import bprop_getters, grad_comm_ops
 
 PLAIN = (bool, int, float, type(None))
 Known = tuple[tuple[str, Any], ...]

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from mindspore import nn
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
+from sporeloom.mindspore_compat.names import mind_ir, own_primitives
 from sporeloom.parallel.operators import (
     ALONG_ITS_AXIS,
     BY_ENTRY,
@@ -27,7 +28,6 @@ from sporeloom.parallel.operators import (
     VALUE_IS_SAME,
     WAYS_OUT,
 )
-from sporeloom.private_names import mind_ir, own_primitives
 from sporeloom.runtime.places import place_of
 
 Strategies = Mapping[str, Sequence[Any]]

@@ -13,7 +13,7 @@ import numpy as np
 from mindspore import Tensor
 from mindspore import dtype as mstype
 
-from sporeloom.errors import ConfigError, Problems
+from sporeloom.core.errors import ConfigError, Problems
 from sporeloom.runtime.calls import Arguments, UnknownArgumentError
 from sporeloom.runtime.engine import Engine
 from sporeloom.strategy.config import Strategy

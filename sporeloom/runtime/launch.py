@@ -16,10 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import TextIO
 
-from sporeloom.errors import EXIT_BAD_INPUT, ConfigError, silence
-from sporeloom.lines import split_lines
-from sporeloom.log import MARK
-from sporeloom.processes import FAST_MALLOC, LAUNCHER, MALLOC, end_with_parent
+from sporeloom.core.errors import EXIT_BAD_INPUT, ConfigError, silence
+from sporeloom.core.lines import split_lines
+from sporeloom.core.log import MARK
+from sporeloom.core.processes import FAST_MALLOC, LAUNCHER, MALLOC, end_with_parent
 from sporeloom.runtime.environment import devices
 from sporeloom.strategy.mesh import Mesh
 

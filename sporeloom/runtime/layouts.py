@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from mindspore import nn
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.parallel.parts import held_part
 from sporeloom.parallel.report import DERIVED, Report
 from sporeloom.strategy.layout import Dim, Layout, Shape, show

@@ -18,9 +18,9 @@ from mindspore import Tensor, nn, ops
 from mindspore.communication import get_group_size, get_process_group_ranks, get_rank, init
 from numpy.typing import NDArray
 
-from sporeloom.errors import ConfigError, Problems
+from sporeloom.core.errors import ConfigError, Problems
+from sporeloom.mindspore_compat.names import cell_graph_executor, mind_ir
 from sporeloom.parallel.step import TrainStep
-from sporeloom.private_names import cell_graph_executor, mind_ir
 from sporeloom.runtime.backend import Backend
 from sporeloom.runtime.compiler import set_auto_parallel_context
 from sporeloom.runtime.graph_checks import check_graph, groups_in

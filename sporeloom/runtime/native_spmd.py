@@ -17,11 +17,11 @@ import numpy as np
 from mindspore import Tensor, mint, nn, ops
 from mindspore.communication import create_group
 
-from sporeloom.log import milestone
+from sporeloom.core.log import milestone
+from sporeloom.mindspore_compat.names import mind_ir
 from sporeloom.partition.graph import Name, TensorType
 from sporeloom.partition.held import item_size
 from sporeloom.partition.rank_mindir import group_name
-from sporeloom.private_names import mind_ir
 from sporeloom.runtime.cpu.executor import LoadedProgram, materialize
 from sporeloom.runtime.cpu.lowering import attributes, collective_nodes, output_of
 from sporeloom.runtime.cpu.ordering import Message, chain

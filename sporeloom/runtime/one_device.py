@@ -13,7 +13,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn
 from numpy.typing import NDArray
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.parallel.report import Report
 from sporeloom.runtime.engine import Engine
 from sporeloom.runtime.layouts import Slices

@@ -8,8 +8,8 @@ from pathlib import Path
 import mindspore as ms
 from mindspore import Tensor, nn
 
-from sporeloom.errors import ConfigError
-from sporeloom.files import write_atomically
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.files import write_atomically
 from sporeloom.runtime.auto_parallel import parallel_of
 from sporeloom.runtime.gather import gather_whole
 

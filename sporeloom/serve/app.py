@@ -19,11 +19,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.lines import first_line
+from sporeloom.core.log import LogBudget
 from sporeloom.data.tokenizer import Tokenizer
-from sporeloom.errors import ConfigError
 from sporeloom.inference.config import language_tags
-from sporeloom.lines import first_line
-from sporeloom.log import LogBudget
 from sporeloom.serve.access import AccessControl, is_json_type, page_policy
 from sporeloom.serve.answers import ChatAnswer, CompletionAnswer
 from sporeloom.serve.config import ServedModel, ServeJob

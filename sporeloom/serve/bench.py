@@ -14,11 +14,11 @@ from typing import Any, Literal
 import httpx
 import numpy as np
 
-from sporeloom.cli import Overwrite, option, output
+from sporeloom.core.command_line import Overwrite, option, output
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.lines import stream_lines
+from sporeloom.core.numbers import Count, Natural, NotNegative, Positive, Seed
 from sporeloom.data.documents import decode_text, json_lines
-from sporeloom.errors import ConfigError
-from sporeloom.lines import stream_lines
-from sporeloom.numbers import Count, Natural, NotNegative, Positive, Seed
 
 LIMITS = ("ttft", "tpot", "e2el")
 TIMEOUT_S = 600.0

@@ -11,14 +11,14 @@ from typing import ClassVar
 
 from sporeloom.checkpoint.adapters import Adapter, read_adapter
 from sporeloom.checkpoint.generation_config import with_end_tokens
-from sporeloom.cli import argument, option
+from sporeloom.core.command_line import argument, option
+from sporeloom.core.errors import ConfigError, Problems
+from sporeloom.core.numbers import Count, Natural, Positive, number_problems
 from sporeloom.data.tokenizer import Tokenizer, folder_tokenizer
-from sporeloom.errors import ConfigError, Problems
 from sporeloom.inference.config import ComputeFlags
 from sporeloom.models.adapters import ADAPTER_CONFIG, base_folder, is_adapter_folder, is_reward_adapter
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import family_module
-from sporeloom.numbers import Count, Natural, Positive, number_problems
 from sporeloom.serve.hosts import AllowedHosts, AllowedOrigins
 from sporeloom.strategy.checks import launch_problems, model_problems
 from sporeloom.strategy.config import SINGLE_DEVICE, Strategy

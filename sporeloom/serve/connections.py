@@ -22,8 +22,8 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from sporeloom.json_text import json_text
-from sporeloom.log import LogBudget
+from sporeloom.core.json_text import json_text
+from sporeloom.core.log import LogBudget
 from sporeloom.serve.requests import BODY_TIMEOUT_S, RequestError
 
 HEAD_TIMEOUT_S = 10.0

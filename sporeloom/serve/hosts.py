@@ -9,7 +9,7 @@ import socket
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.serve.requests import shown
 
 ANY = "*"

@@ -11,7 +11,7 @@ from typing import Any
 
 import uvicorn
 
-from sporeloom.log import milestone
+from sporeloom.core.log import milestone
 from sporeloom.runtime.environment import launched_rank
 from sporeloom.serve.app import build_app
 from sporeloom.serve.config import ServeJob, listen

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sporeloom.core.errors import ConfigError
 from sporeloom.data.chat_template import ChatTemplateError
 from sporeloom.data.tokenizer import ChatMessage, Prompt, chat_prompt, infill_prompt
-from sporeloom.errors import ConfigError
 from sporeloom.inference.session import Completion, StopConditions
 from sporeloom.serve.answers import Choice
 from sporeloom.serve.config import ServedModel, ServeJob

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from sporeloom.core.lines import first_line
+from sporeloom.core.log import milestone
 from sporeloom.data.chat_template import RESERVED
 from sporeloom.data.tokenizer import ChatMessage
 from sporeloom.inference.sampling import SamplingConfig
-from sporeloom.lines import first_line
-from sporeloom.log import milestone
 
 MAX_TOP, MAX_CHOICES, MAX_STOPS, MAX_PROMPTS, MAX_BIASES = 20, 128, 16, 128, 1024
 DEFAULT_MAX_TOKENS = 16

@@ -19,12 +19,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from sporeloom.core.lines import first_line
+from sporeloom.core.log import LogBudget, counted, milestone
 from sporeloom.inference.mixed import cached, takes
 from sporeloom.inference.model import load_model
 from sporeloom.inference.sampling import Sampler, SamplingConfig, add_bias
 from sporeloom.inference.scheduler import Event, Failure, InternalError, Request, Scheduler
-from sporeloom.lines import first_line
-from sporeloom.log import LogBudget, counted, milestone
 from sporeloom.models.slots import num_slots_for
 from sporeloom.runtime.engine import Engine
 from sporeloom.serve.config import CHUNK, MIXED_CHUNK, ServeJob

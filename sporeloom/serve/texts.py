@@ -13,9 +13,9 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import StreamingResponse
 from starlette.types import Send
 
+from sporeloom.core.json_text import json_text
 from sporeloom.inference.sampling import NoTokenError
 from sporeloom.inference.scheduler import Event, Failure, NewToken, PromptScores
-from sporeloom.json_text import json_text
 from sporeloom.serve import answers
 from sporeloom.serve.answers import ChatAnswer, Choice, CompletionAnswer
 from sporeloom.serve.config import ServedModel

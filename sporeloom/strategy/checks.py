@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import math
 
-from sporeloom.errors import ConfigError
-from sporeloom.log import counted
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.log import counted
+from sporeloom.core.numbers import Count, Positive, number_problem
 from sporeloom.models.config import ModelConfig
-from sporeloom.numbers import Count, Positive, number_problem
 from sporeloom.strategy.config import V_SHAPED, Stages, Strategy
 from sporeloom.strategy.listed_schedule import ListedSchedule
 from sporeloom.strategy.mesh import AXES

@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal, cast
 
-from sporeloom.errors import ConfigError
-from sporeloom.numbers import Count, Depth, Natural, Positive
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.numbers import Count, Depth, Natural, Positive
 from sporeloom.strategy.layout import Layout
 from sporeloom.strategy.listed_schedule import ListedSchedule
 from sporeloom.strategy.mesh import Mesh

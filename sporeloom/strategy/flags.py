@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from sporeloom.cli import option
+from sporeloom.core.command_line import option
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.reader import Document, Keys, Reader, is_a, read_yaml, show_key
+from sporeloom.core.shipped import RULES, shipped_names, shipped_or_file
 from sporeloom.models.paths import alternatives
-from sporeloom.reader import Document, Keys, Reader, is_a, read_yaml, show_key
-from sporeloom.shipped import RULES, shipped_names, shipped_or_file
 from sporeloom.strategy.checks import strategy_problems
 from sporeloom.strategy.config import ContextMethod, Pipeline, Rule, Rules, Schedule, Strategy
 from sporeloom.strategy.layout import EXPERT_AXIS, EXPERT_REPLICA_AXIS, GROUP_AXIS, KV_AXIS, Dim, Layout

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sporeloom.numbers import Count
+from sporeloom.core.numbers import Count
 
 AXES = ("pp", "dp", "cp", "tp")
 """The usual order, outer to inner. A strategy file may order them otherwise. `ep` is not an axis of its own: it is

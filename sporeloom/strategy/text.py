@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from sporeloom.json_text import json_text
-from sporeloom.shipped import DECODER, EXPERTS
+from sporeloom.core.json_text import json_text
+from sporeloom.core.shipped import DECODER, EXPERTS
 from sporeloom.strategy.config import Offload, OptimizerParallel, Pipeline, Recompute, Stages, Strategy
 from sporeloom.strategy.mesh import Mesh
 

@@ -12,9 +12,9 @@ import numpy as np
 from mindspore import nn
 from numpy.typing import NDArray
 
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.files import write_atomically
 from sporeloom.data.examples import example_batch
-from sporeloom.errors import ConfigError
-from sporeloom.files import write_atomically
 from sporeloom.nn.objectives import Objective, Preference
 from sporeloom.parallel.step import TrainStep
 from sporeloom.tasks.preference import PairTask, both

@@ -10,9 +10,9 @@ import numpy as np
 from mindspore import nn
 from numpy.typing import NDArray
 
+from sporeloom.core.errors import ConfigError
 from sporeloom.data.batch import Batch
 from sporeloom.data.examples import Example, Line, Pair, example_batch, fitted_pairs
-from sporeloom.errors import ConfigError
 from sporeloom.nn.preferences import KTO
 from sporeloom.tasks.dpo import DPO
 from sporeloom.tasks.tuning import batches_of

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sporeloom.align.rewards import Reward, load_reward, rewards_of
+from sporeloom.core.errors import ConfigError
 from sporeloom.data.batch import Batch
 from sporeloom.data.examples import PromptLine, example_batch
-from sporeloom.errors import ConfigError
 from sporeloom.evaluation.reward import PREFIX, program_reward
 from sporeloom.nn.objectives import Objective, Policy, ValueLoss
 from sporeloom.parallel.step import TrainStep

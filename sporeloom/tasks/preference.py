@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sporeloom.core.errors import ConfigError
 from sporeloom.data.batch import Batch
 from sporeloom.data.examples import Example, Pair, example_batch, fitted_pairs
-from sporeloom.errors import ConfigError
 from sporeloom.nn.objectives import Objective
 from sporeloom.tasks.tuning import Tuning
 

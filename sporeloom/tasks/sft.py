@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sporeloom.core.errors import ConfigError
 from sporeloom.data.examples import Example, example_batch, fitted, packed
-from sporeloom.errors import ConfigError
 from sporeloom.tasks.tuning import Tuning
 
 

@@ -11,19 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from sporeloom.certificate import about_task, check_certificate, covered_settings
 from sporeloom.checkpoint.manifest import checkpoints
+from sporeloom.core.errors import ConfigError, Problems
+from sporeloom.core.files import unwritable
+from sporeloom.core.numbers import number_problems
+from sporeloom.core.reader import Document, fields_from
 from sporeloom.data.random_ltd import RandomLTD
 from sporeloom.data.sample_order import Sizes
 from sporeloom.data.tokenizer import find_tokenizer
-from sporeloom.errors import ConfigError, Problems
-from sporeloom.files import unwritable
 from sporeloom.models.adapters import LoRAConfig
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import with_precision
-from sporeloom.numbers import number_problems
-from sporeloom.reader import Document, fields_from
 from sporeloom.runtime.environment import is_first_process
+from sporeloom.strategy.certificate import about_task, check_certificate, covered_settings
 from sporeloom.strategy.checks import adapter_problems, batch_problems, group_problems, launch_problems, model_problems
 from sporeloom.strategy.config import SINGLE_DEVICE, Strategy
 from sporeloom.strategy.loader import load_strategy

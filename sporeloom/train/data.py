@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.files import made_once, write_atomically
 from sporeloom.data.arrays import read_arrays
 from sporeloom.data.blend import BlendEntry, short_datasets
 from sporeloom.data.curriculum import Curriculum, check_index, read_curriculum
@@ -20,8 +22,6 @@ from sporeloom.data.sources import DocumentSource
 from sporeloom.data.token_file import TokenFile
 from sporeloom.data.tokenize import TokenizeJob, tokenize
 from sporeloom.data.tokenizer import Tokenizer, content_hash, folder_tokenizer, load_tokenizer
-from sporeloom.errors import ConfigError
-from sporeloom.files import made_once, write_atomically
 from sporeloom.models.family import family_module
 from sporeloom.train.config import Run
 

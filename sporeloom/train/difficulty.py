@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sporeloom.checkpoint.model_folder import load_config
+from sporeloom.core.errors import ConfigError
 from sporeloom.data.batch import document_positions
 from sporeloom.data.curriculum import AT_ONCE, DifficultyIndex, Metric, loss_by, sample_lengths, vocabulary_rarity
 from sporeloom.data.packing import Arrangement, BestFit, Stream, save_packing
 from sporeloom.data.token_file import TokenFile
-from sporeloom.errors import ConfigError
 from sporeloom.runtime.environment import prepare_environment
 
 

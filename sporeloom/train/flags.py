@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from sporeloom.cli import option, run_file
+from sporeloom.core.command_line import option, run_file
+from sporeloom.core.numbers import Count, Natural, NotNegative, Positive, Rate
 from sporeloom.models.config import AttentionKernel, ComputeDtype
-from sporeloom.numbers import Count, Natural, NotNegative, Positive, Rate
 from sporeloom.strategy.flags import StrategyFlags
 from sporeloom.train.schedules import Schedule
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from sporeloom.errors import ConfigError
-from sporeloom.log import milestone
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.log import milestone
 from sporeloom.runtime.environment import is_first_process
 from sporeloom.train.flags import DEFAULT_FOLDER, RunFlags
 

@@ -9,12 +9,12 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from sporeloom.cli import option
+from sporeloom.core.command_line import option
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.log import counted
+from sporeloom.core.numbers import Bounds, Natural
 from sporeloom.data.loader import Loader
 from sporeloom.data.tokenizer import Tokenizer, token_text
-from sporeloom.errors import ConfigError
-from sporeloom.log import counted
-from sporeloom.numbers import Bounds, Natural
 from sporeloom.train.config import check
 from sporeloom.train.data import prepare_data
 from sporeloom.train.plain_text import TrainConfig

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from sporeloom.cli import parse_args
-from sporeloom.locks import one_writer
+from sporeloom.core.command_line import parse_args
+from sporeloom.core.locks import one_writer
 from sporeloom.runtime.environment import launched_processes, prepare_environment
 from sporeloom.runtime.launch import STOPPED, launch_verb
 from sporeloom.train.budget import data_budget

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import mindspore as ms  # noqa: F401  before TensorBoard: it chooses the implementation of protobuf for the process
 import numpy as np
 from numpy.typing import NDArray
 from tensorboard.compat.proto.event_pb2 import Event
@@ -19,10 +20,10 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from tqdm import tqdm
 
-from sporeloom.errors import ConfigError
-from sporeloom.files import write_text_atomically
-from sporeloom.json_text import json_text
-from sporeloom.lines import file_lines
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.files import write_text_atomically
+from sporeloom.core.json_text import json_text
+from sporeloom.core.lines import file_lines
 from sporeloom.models.config import ExpertConfig
 
 SHOWN = {

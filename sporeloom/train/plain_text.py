@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple
 
 from sporeloom.checkpoint.model_folder import load_config
-from sporeloom.cli import option
+from sporeloom.core.command_line import option
+from sporeloom.core.errors import ConfigError, Problems
+from sporeloom.core.numbers import Amount, Count, Natural, parse_ranges
 from sporeloom.data.blend import BLENDS, BlendEntry, read_blend, short_datasets
 from sporeloom.data.curriculum import read_curriculum
 from sporeloom.data.documents import read_documents
@@ -19,10 +21,8 @@ from sporeloom.data.random_ltd import RandomLTD
 from sporeloom.data.sample_order import MAX_STEPS, Sizes, growing_seq_lens, ramped_batch_sizes
 from sporeloom.data.token_file import is_token_file
 from sporeloom.data.tokenizer import content_hash, find_tokenizer
-from sporeloom.errors import ConfigError, Problems
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import config_with_file, family_module, size_config
-from sporeloom.numbers import Amount, Count, Natural, parse_ranges
 from sporeloom.train.config import TrainingConfig
 
 

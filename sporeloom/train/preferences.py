@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from sporeloom.cli import option
+from sporeloom.core.command_line import option
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.numbers import Count, NotNegative, Positive, Rate
 from sporeloom.data.examples import Line, shortened
-from sporeloom.errors import ConfigError
 from sporeloom.models.config import ModelConfig
-from sporeloom.numbers import Count, NotNegative, Positive, Rate
 from sporeloom.train.tuning import PairConfig, TuningConfig
 
 

@@ -14,9 +14,9 @@ from mindspore import Tensor
 from mindspore.nn.utils import no_init_parameters
 from numpy.typing import NDArray
 
-from sporeloom.errors import ConfigError
-from sporeloom.files import flush_all, partial_name
-from sporeloom.hashes import write_hashes
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.files import flush_all, partial_name
+from sporeloom.core.hashes import write_hashes
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import family_module
 from sporeloom.parallel.parallelize import parallelize, wrap

@@ -30,10 +30,10 @@ from sporeloom.checkpoint.sharded import (
     remove_old,
     write_parts,
 )
-from sporeloom.errors import ConfigError
-from sporeloom.files import remove, write_text_atomically
-from sporeloom.lines import split_lines
-from sporeloom.log import milestone
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.files import remove, write_text_atomically
+from sporeloom.core.lines import split_lines
+from sporeloom.core.log import milestone
 from sporeloom.models.adapters import is_adapter
 from sporeloom.parallel.report import Report
 from sporeloom.runtime.cpu.executor import Source

@@ -13,9 +13,9 @@ from typing import Any
 from sporeloom.checkpoint.contents import FACTORED, MOMENTS
 from sporeloom.checkpoint.sharded import file_name
 from sporeloom.checkpoint.shards import Shard, whole
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.processes import end_with_parent
 from sporeloom.models.config import ModelConfig
-from sporeloom.processes import end_with_parent
 from sporeloom.runtime.environment import prepare_environment
 from sporeloom.strategy.checks import model_problems
 from sporeloom.strategy.config import Strategy

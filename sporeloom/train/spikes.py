@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from sporeloom.checkpoint.manifest import checkpoints
-from sporeloom.errors import ConfigError
-from sporeloom.numbers import parse_ranges
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.numbers import parse_ranges
 
 MAX_REWINDS = 5
 """Maximum number of spikes in a run; a run that has more needs another learning rate."""

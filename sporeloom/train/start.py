@@ -17,10 +17,10 @@ from mindspore.nn.utils import no_init_parameters
 from numpy.typing import NDArray
 
 from sporeloom.checkpoint.contents import is_orthogonalized
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.lines import split_lines
+from sporeloom.core.log import milestone
 from sporeloom.data.loader import Prefetcher
-from sporeloom.errors import ConfigError
-from sporeloom.lines import split_lines
-from sporeloom.log import milestone
 from sporeloom.models.adapters import is_adapter
 from sporeloom.models.parameters import num_parameters
 from sporeloom.nn.flash import has_flash

@@ -12,11 +12,11 @@ from typing import Any, get_type_hints
 from sporeloom.checkpoint.contents import WEIGHTS_ALONE, model_of
 from sporeloom.checkpoint.manifest import MANIFEST, Manifest
 from sporeloom.checkpoint.model_folder import write_config
-from sporeloom.errors import ConfigError
-from sporeloom.files import remove_folder
-from sporeloom.json_text import json_text
-from sporeloom.numbers import number_problem
-from sporeloom.reader import is_a
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.files import remove_folder
+from sporeloom.core.json_text import json_text
+from sporeloom.core.numbers import number_problem
+from sporeloom.core.reader import is_a
 from sporeloom.train.config import Run
 from sporeloom.train.saving import Saver, load_state, newest_complete, versions
 from sporeloom.train.spikes import SpikeGuard

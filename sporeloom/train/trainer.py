@@ -16,11 +16,11 @@ from safetensors import SafetensorError
 from sporeloom.checkpoint.adapters import Adapter, write_adapter
 from sporeloom.checkpoint.manifest import FOLDER
 from sporeloom.checkpoint.model_folder import load_config, save_checkpoint
-from sporeloom.errors import ConfigError
-from sporeloom.files import recover_folder, remove, write_text_atomically
-from sporeloom.json_text import json_text
-from sporeloom.lines import first_line
-from sporeloom.locks import one_writer
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.files import recover_folder, remove, write_text_atomically
+from sporeloom.core.json_text import json_text
+from sporeloom.core.lines import first_line
+from sporeloom.core.locks import one_writer
 from sporeloom.models.parameters import Shapes, parameter_shapes
 from sporeloom.parallel.report import Report
 from sporeloom.runtime.engine import Engine

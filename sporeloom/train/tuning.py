@@ -11,16 +11,10 @@ from typing import Any, ClassVar, Literal
 
 from sporeloom.align.advantages import KL, LossType, Scale
 from sporeloom.align.rewards import RESERVED, reserved_problem
-from sporeloom.certificate import about_task
 from sporeloom.checkpoint.model_folder import load_config
-from sporeloom.cli import option
-from sporeloom.data.chat_template import ChatTemplate, read_variables
-from sporeloom.data.examples import Line, LineTokenizer, read_lines, shortened
-from sporeloom.data.tokenizer import Tokenizer, content_hash, find_tokenizer, folder_tokenizer
-from sporeloom.errors import ConfigError
-from sporeloom.models.adapters import LoRAConfig
-from sporeloom.models.config import ModelConfig
-from sporeloom.numbers import (
+from sporeloom.core.command_line import option
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.numbers import (
     MIN_TEMPERATURE,
     Count,
     Natural,
@@ -30,6 +24,12 @@ from sporeloom.numbers import (
     Rate,
     SamplingTemperature,
 )
+from sporeloom.data.chat_template import ChatTemplate, read_variables
+from sporeloom.data.examples import Line, LineTokenizer, read_lines, shortened
+from sporeloom.data.tokenizer import Tokenizer, content_hash, find_tokenizer, folder_tokenizer
+from sporeloom.models.adapters import LoRAConfig
+from sporeloom.models.config import ModelConfig
+from sporeloom.strategy.certificate import about_task
 from sporeloom.train.config import Run, TrainingConfig
 from sporeloom.train.flags import Optimizer
 

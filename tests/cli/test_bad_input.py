@@ -8,8 +8,8 @@ from typing import get_type_hints
 import pytest
 from conftest import CONFIGS, ROOT, in_process
 
-from sporeloom.numbers import Bounds
-from sporeloom.reader import get_args, get_origin
+from sporeloom.core.numbers import Bounds
+from sporeloom.core.reader import get_args, get_origin
 
 TEXT = str(ROOT / "examples" / "small_town.txt")
 CLUSTER = str(CONFIGS / "clusters" / "ascend910b.yaml")
@@ -245,16 +245,16 @@ def test_a_malformed_file_of_runs(tmp_path, write, text):
 CONFIGS_OF_TOOLS = [
     ("train", "sporeloom.train.plain_text", "TrainConfig", TRAIN),
     ("dry_run", "sporeloom.dry_run.config", "DryRunConfig", DRY_RUN),
-    ("plan", "sporeloom.verbs.plan", "PlanConfig", PLAN),
+    ("plan", "sporeloom.cli.plan", "PlanConfig", PLAN),
     ("inspect", "sporeloom.train.inspection", "InspectConfig", ("preprocess", "inspect", "--data", TEXT)),
     (
         "tokenize",
-        "sporeloom.verbs.preprocess",
+        "sporeloom.cli.preprocess",
         "TokenizeConfig",
         ("preprocess", "tokenize", TEXT, "--out", "x", "--tokenizer", TEXT),
     ),
-    ("dedup", "sporeloom.verbs.preprocess", "DedupConfig", ("preprocess", "dedup", TEXT, "--out", "x")),
-    ("filter", "sporeloom.verbs.preprocess", "FilterConfig", ("preprocess", "filter", TEXT, "--out", "x.jsonl")),
+    ("dedup", "sporeloom.cli.preprocess", "DedupConfig", ("preprocess", "dedup", TEXT, "--out", "x")),
+    ("filter", "sporeloom.cli.preprocess", "FilterConfig", ("preprocess", "filter", TEXT, "--out", "x.jsonl")),
     (
         "evaluate",
         "sporeloom.evaluation.config",

@@ -11,7 +11,7 @@ import time
 import pytest
 from conftest import CONFIGS, ROOT, tool
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.evaluation.sandbox import check_isolation
 
 try:

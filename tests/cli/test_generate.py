@@ -13,7 +13,7 @@ import psutil
 import pytest
 from conftest import CONFIGS, ROOT, TWO_LAYERS, in_process, msrun, msrun_command, msrun_env, run, tool
 
-from sporeloom.hashes import write_hashes
+from sporeloom.core.hashes import write_hashes
 
 PROMPT = "小镇的早晨"
 

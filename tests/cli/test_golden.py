@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from conftest import run, shared, tool
 
-from sporeloom.hashes import write_hashes
+from sporeloom.core.hashes import write_hashes
 
 ACTIVATIONS = {"gelu": "", "gelu_tanh": "_act_tanh", "fast_gelu": "_act_fast"}
 

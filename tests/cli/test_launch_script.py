@@ -11,8 +11,8 @@ import pytest
 import yaml
 from conftest import CONFIGS, ROOT, TWO_LAYERS, in_process
 
+from sporeloom.cli import launch_script, plan
 from sporeloom.runtime.launch import free_port
-from sporeloom.verbs import launch_script, plan
 
 TRAIN = ("train", "--data", "a corpus/text.txt", "--steps", "3")
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from conftest import ROOT, TWO_LAYERS, run, tool
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.integrations.trainer import Trainer
 
 TEXT = ROOT / "examples" / "small_town.txt"
-CODE = ROOT / "sporeloom" / "cli.py"
+CODE = ROOT / "sporeloom" / "core" / "command_line.py"
 PROMPT = "\u5c0f\u57ce\u5728\u5c71\u811a\u4e0b"
 WORKER = Path(__file__).with_name("mindformers_worker.py")
 YAML = """\

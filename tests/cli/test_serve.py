@@ -20,8 +20,8 @@ from conftest import CONFIGS, call, in_process
 from safetensors.numpy import load_file, save_file
 from serving import adapter_folder, answers_alone, answers_together, broken_requests, mixed_requests, serving
 
-from sporeloom.errors import ConfigError
-from sporeloom.hashes import write_hashes
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.hashes import write_hashes
 from sporeloom.models.adapters import LoRAConfig
 from sporeloom.serve.config import ServeConfig, check
 from sporeloom.serve.service import Service

@@ -13,13 +13,13 @@ import pytest
 from conftest import CONFIGS, ROOT, TWO_LAYERS, run, tool
 
 from sporeloom.__main__ import main
-from sporeloom.cli import parse_args
-from sporeloom.errors import ConfigError
+from sporeloom.cli import COMMANDS, EXAMPLES, GROUPS, doctor
+from sporeloom.core.command_line import parse_args
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.shipped import CLUSTERS, RULES, shipped_names, shipped_or_file
 from sporeloom.runtime import environment
-from sporeloom.shipped import CLUSTERS, RULES, shipped_names, shipped_or_file
 from sporeloom.strategy.loader import load_strategy
 from sporeloom.train.plain_text import TrainConfig
-from sporeloom.verbs import EXAMPLES, GROUPS, VERBS, doctor
 
 
 def sporeloom(*words):
@@ -36,7 +36,7 @@ def sporeloom(*words):
 )
 def test_help_has_the_flags_in_groups_what_is_special_first(verb, flags, capsys):
     with pytest.raises(SystemExit):
-        import_module(f"sporeloom.verbs.{verb}").main(["--help-all"])
+        import_module(f"sporeloom.cli.{verb}").main(["--help-all"])
     parts = re.split(r"(?m)^(\w.*):$", capsys.readouterr().out)
     groups = dict(zip(parts[1::2], parts[2::2], strict=True))
     assert list(groups)[:2] == ["options", next(iter(flags))]
@@ -47,7 +47,7 @@ def test_help_has_the_flags_in_groups_what_is_special_first(verb, flags, capsys)
 
 def flags_of(command, *words, capsys):
     with pytest.raises(SystemExit):
-        import_module(f"sporeloom.verbs.{command.replace('-', '_')}").main([*words])
+        import_module(f"sporeloom.cli.{command.replace('-', '_')}").main([*words])
     told = capsys.readouterr().out
     return re.findall(r"(?m)^  (--[\w-]+)", told), told
 
@@ -70,9 +70,9 @@ def test_help_of_a_command_with_few_flags_shows_all(capsys):
 def test_help_lists_every_verb_and_loads_little():
     outcome = run("-X", "importtime", "-m", "sporeloom", "--help")
     assert outcome.code == 0
-    assert [line.split()[0] for line in re.findall(r"(?m)^  \S.*", outcome.output)] == list(VERBS)
+    assert [line.split()[0] for line in re.findall(r"(?m)^  \S.*", outcome.output)] == list(COMMANDS)
     loaded = {line.rpartition("|")[2].strip() for line in outcome.output.splitlines() if line.startswith("import time")}
-    assert "sporeloom.verbs" in loaded
+    assert "sporeloom.cli" in loaded
     assert not loaded & {"mindspore", "numpy", "yaml", "argparse"}
 
 

@@ -10,7 +10,7 @@ from collections import Counter
 import numpy as np
 
 from pangu.model import PanGuWithLoss
-from sporeloom.cli import parse_args
+from sporeloom.core.command_line import parse_args
 from sporeloom.dry_run.by_depth import full_depth, reduced_depths
 from sporeloom.dry_run.compile import compile_ranks
 from sporeloom.dry_run.config import DryRunConfig, check

@@ -8,8 +8,8 @@ import math
 import pytest
 from conftest import CONFIGS, call, run, tool
 
+from sporeloom.core.errors import ConfigError
 from sporeloom.dry_run.config import parse_ranks
-from sporeloom.errors import ConfigError
 from sporeloom.models.family import size_config
 from sporeloom.planner.closed_forms import collective_bytes, job_of, parameter_bytes
 from sporeloom.planner.dimensions import of_decoder

@@ -6,7 +6,7 @@ import json
 import pytest
 from conftest import CONFIGS, call, tool
 
-from sporeloom.cli import parse_args
+from sporeloom.core.command_line import parse_args
 from sporeloom.dry_run.config import DryRunConfig, check
 from sporeloom.planner.closed_forms import job_of, parameter_bytes
 from sporeloom.planner.dimensions import of_decoder

@@ -11,10 +11,10 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
+from sporeloom.mindspore_compat.names import mind_ir
 from sporeloom.partition.mindir import Proto, read_graph
 from sporeloom.partition.propagate import shard_graph
 from sporeloom.partition.rank_mindir import write_rank
-from sporeloom.private_names import mind_ir
 from sporeloom.runtime.cpu.lowering import attributes, names_group
 from sporeloom.runtime.cpu.spmd import GridLayout, ValueLayout
 

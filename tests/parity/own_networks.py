@@ -12,9 +12,9 @@ from mindspore import Tensor, nn, ops
 from mindspore.train import Model
 
 from sporeloom import auto_parallel, own_rows, save_checkpoint
+from sporeloom.core.errors import ConfigError
 from sporeloom.dry_run.compile import rank_report
 from sporeloom.dry_run.partitioned import partition_custom
-from sporeloom.errors import ConfigError
 from sporeloom.parallel import cells
 from sporeloom.runtime import auto_parallel as module
 from sporeloom.runtime.environment import launched_processes, launched_rank

@@ -10,7 +10,7 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 
 from sporeloom import auto_parallel
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.runtime import auto_parallel as module
 from sporeloom.runtime import compiler
 from sporeloom.runtime.cpu import partition

@@ -6,7 +6,7 @@ import unittest.mock
 from pathlib import Path
 
 from sporeloom.certification.subject import train as train_subject
-from sporeloom.reader import read_json
+from sporeloom.core.reader import read_json
 from sporeloom.runtime.cpu.transport import Collectives
 
 UP_WEIGHT = (256, 64)

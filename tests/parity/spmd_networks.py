@@ -14,9 +14,9 @@ import parts
 from mindspore import Tensor, nn, ops
 from spmd_functions import COLUMNS, FUNCTIONS, ROWS
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
+from sporeloom.mindspore_compat.names import mind_ir
 from sporeloom.partition.grid import DeviceGrid
-from sporeloom.private_names import mind_ir
 from sporeloom.runtime.cpu.executor import Program
 from sporeloom.runtime.cpu.partition import describe_inputs
 from sporeloom.runtime.cpu.processes import CpuProcesses

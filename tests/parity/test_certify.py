@@ -7,12 +7,12 @@ import json
 import pytest
 from conftest import CONFIGS, ROOT, call, run, tool
 
-from sporeloom.certificate import check_certificate, covered_settings
 from sporeloom.certification.proof import ONE_DEVICE, compare, load
 from sporeloom.certification.shrink import small_model
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.models.adapters import LoRAConfig
 from sporeloom.models.family import size_config
+from sporeloom.strategy.certificate import check_certificate, covered_settings
 from sporeloom.strategy.loader import load_strategy
 from sporeloom.train.tuning import DPOConfig, SFTConfig
 

@@ -15,9 +15,9 @@ from safetensors.numpy import load_file, save_file
 from sporeloom.checkpoint.adapters import Adapter, merge, read_adapter, write_adapter
 from sporeloom.checkpoint.huggingface import import_published, open_published
 from sporeloom.checkpoint.model_folder import load_config, load_weights
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.hashes import HASHES
 from sporeloom.data.batch import Batch
-from sporeloom.errors import ConfigError
-from sporeloom.hashes import HASHES
 from sporeloom.models.family import family_module
 from sporeloom.models.parameters import parameter_shapes
 from sporeloom.nn.decoder import DecoderWithLoss

@@ -21,7 +21,7 @@ from user_models import CASES as MODELS
 from user_scripts import CASES as SCRIPTS
 
 from sporeloom import auto_parallel
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.partition import operators
 from sporeloom.runtime import auto_parallel as module
 from sporeloom.runtime import inputs as agreements

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.evaluation.chat import answer_program
 from sporeloom.evaluation.judge import judge_all
 from sporeloom.evaluation.programs import NAMES

@@ -16,7 +16,7 @@ import pytest
 import uvicorn
 from serving_at_once import BODY, JSON, Service
 
-from sporeloom.log import LogBudget
+from sporeloom.core.log import LogBudget
 from sporeloom.serve import connections
 from sporeloom.serve.app import build_app
 from sporeloom.serve.config import listen

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.evaluation import jail, sandbox
 from sporeloom.evaluation.sandbox import Limits, Step
 
@@ -158,7 +158,7 @@ def test_what_is_done_to_the_process_that_watches_has_no_effect(what):
 UNPRIVILEGED = """
 import json, sys
 from concurrent.futures import ThreadPoolExecutor
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.evaluation import sandbox
 programs, limits = json.load(sys.stdin)
 def run(code):

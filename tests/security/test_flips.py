@@ -20,12 +20,12 @@ from sporeloom.checkpoint.model_folder import load_config, load_weights, save_ch
 from sporeloom.checkpoint.reshard import export, reshard
 from sporeloom.checkpoint.sharded import Slice, damage, file_name, finish, write_parts
 from sporeloom.checkpoint.upcycle import open_dense
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.hashes import HASHES, write_hashes
 from sporeloom.data.sources import DocumentSource
 from sporeloom.data.token_file import TokenFile
 from sporeloom.data.tokenize import TokenizeJob, tokenize
 from sporeloom.data.tokenizer import folder_tokenizer, open_tokenizer
-from sporeloom.errors import ConfigError
-from sporeloom.hashes import HASHES, write_hashes
 from sporeloom.models.adapters import LoRAConfig
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import config_with_file

@@ -13,13 +13,13 @@ from conftest import CONFIGS, ROOT, in_process
 
 from sporeloom.checkpoint.adapters import read_adapter
 from sporeloom.checkpoint.model_folder import load_config, write_config
+from sporeloom.core.errors import ConfigError, printable
+from sporeloom.core.patterns import match_patterns
+from sporeloom.core.reader import Document, fields_from
 from sporeloom.data.chat_template import ChatTemplate
 from sporeloom.data.tokenizer import ChatMessage
-from sporeloom.errors import ConfigError, printable
 from sporeloom.models.family import size_config
 from sporeloom.models.paths import alternatives, path_matches
-from sporeloom.patterns import match_patterns
-from sporeloom.reader import Document, fields_from
 
 TEXT = ROOT / "examples" / "small_town.txt"
 TRAIN = ("train", "--data", TEXT)

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from serving_at_once import BODY, JSON, Service
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.serve.app import PAGE, build_app
 from sporeloom.serve.hosts import AllowedHosts, AllowedOrigins
 

@@ -11,11 +11,11 @@ from sporeloom.checkpoint.manifest import checkpoints, read_manifest
 from sporeloom.checkpoint.model_folder import load_config, load_weights, write_config
 from sporeloom.checkpoint.reshard import export, find_checkpoint, reshard
 from sporeloom.checkpoint.sharded import Slice, damage, file_name, finish, write_parts
-from sporeloom.errors import ConfigError
-from sporeloom.hashes import write_hashes
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.hashes import write_hashes
+from sporeloom.core.reader import Document, fields_from
 from sporeloom.models.family import size_config
 from sporeloom.models.parameters import parameter_shapes
-from sporeloom.reader import Document, fields_from
 
 SMALL = {"vocab_size": 40, "hidden_size": 8, "num_layers": 2, "num_heads": 2, "seq_len": 6}
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-from sporeloom.files import make_private, read_private
+from sporeloom.core.files import make_private, read_private
 from sporeloom.inference import kernels
 from sporeloom.inference.kernels import kernel_library
 from sporeloom.runtime.cpu import compilation_cache

@@ -12,21 +12,21 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from sporeloom import files
-from sporeloom.certificate import write_certificate
 from sporeloom.checkpoint.adapters import Adapter, write_adapter
 from sporeloom.checkpoint.manifest import checkpoints, read_manifest
 from sporeloom.checkpoint.model_folder import load_config, load_weights, save_checkpoint
 from sporeloom.checkpoint.sharded import Slice, damage, finish, remove_leftovers, remove_old, write_parts
+from sporeloom.core import files
+from sporeloom.core.files import recover_folder, replaced_folder, write_text_atomically
+from sporeloom.core.reader import Document, fields_from
 from sporeloom.data.rewrite import complete_or_absent
 from sporeloom.data.sources import DocumentSource
 from sporeloom.data.token_file import TokenFile, partial_folder
 from sporeloom.data.tokenize import TokenizeJob, tokenize
-from sporeloom.files import recover_folder, replaced_folder, write_text_atomically
 from sporeloom.models.adapters import LoRAConfig
 from sporeloom.models.family import size_config
 from sporeloom.models.parameters import parameter_shapes
-from sporeloom.reader import Document, fields_from
+from sporeloom.strategy.certificate import write_certificate
 
 WRITING = ("os.", "shutil.", "open", "tempfile.")
 """How the audit events begin that Python raises before a call that may change the file system."""

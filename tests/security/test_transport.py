@@ -17,8 +17,8 @@ import pytest
 import zmq
 from conftest import ROOT
 
-from sporeloom import scratch
-from sporeloom.errors import ConfigError
+from sporeloom.core import scratch
+from sporeloom.core.errors import ConfigError
 from sporeloom.runtime.cpu import transport
 from sporeloom.runtime.cpu.transport import Transport
 

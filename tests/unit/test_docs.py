@@ -6,7 +6,7 @@ import pytest
 from conftest import ROOT
 
 import sporeloom
-from sporeloom.verbs import VERBS
+from sporeloom.cli import COMMANDS
 
 GENERATE = runpy.run_path(str(ROOT / "docs" / "generate.py"))
 PAGES = ["README.md", "CONTRIBUTING.md", *(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
@@ -33,7 +33,7 @@ def test_the_api_reference_has_all_that_the_package_exports():
 
 def test_the_reference_of_the_commands_has_every_verb():
     shown = re.findall(r"(?m)^### sporeloom (\S+)$", page("docs/reference/cli.md"))
-    assert shown == list(VERBS)
+    assert shown == list(COMMANDS)
 
 
 def test_the_reference_of_the_server_has_every_field_that_it_reads():

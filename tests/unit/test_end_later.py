@@ -12,7 +12,7 @@ import pytest
 
 PROGRAM = """
 import os, signal, sys, time
-from sporeloom.processes import end_later
+from sporeloom.core.processes import end_later
 end_later(0.7)
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
 print(os.getpid(), flush=True)

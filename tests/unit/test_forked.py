@@ -13,7 +13,7 @@ import pytest
 SCRIPT = """
 import os, sys, time
 from concurrent.futures import ProcessPoolExecutor
-from sporeloom.processes import begin_forked, forking_context
+from sporeloom.core.processes import begin_forked, forking_context
 
 def look(seconds):
     print(os.getpid(), os.getppid(), "colorsys" in sys.modules, os.environ["NOW"], flush=True)

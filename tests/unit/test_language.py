@@ -11,7 +11,7 @@ from functools import cache
 import pytest
 from conftest import ROOT
 
-from sporeloom.cli import option, parse_args
+from sporeloom.core.command_line import option, parse_args
 
 TERMS = {
     r"told|tells?|telling": "report, log, print, broadcast, show, inform",

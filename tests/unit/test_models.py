@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import FAMILIES, family_module, size_config
 from sporeloom.models.parameters import num_parameters, parameter_shapes

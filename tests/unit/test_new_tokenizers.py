@@ -14,8 +14,8 @@ from pangu.open_tokenizer import OpenPanguTokenizer
 from pangu.tokenizer import PanGuTokenizer
 from pangu.tokenizer import open_tokenizer as pangu_tokenizer
 from pangu.tokenizer import train_tokenizer as train_pangu
+from sporeloom.core.errors import ConfigError
 from sporeloom.data.tokenizer import ChatMessage, chat_prompt, find_tokenizer, infill_prompt, special_token
-from sporeloom.errors import ConfigError
 
 TALK = [ChatMessage("user", "你好"), ChatMessage("assistant", "好"), ChatMessage("user", "fox")]
 

@@ -10,7 +10,7 @@ import pytest
 from conftest import shared
 from mindspore import Tensor
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.published import read_rope
 from sporeloom.models.rope_scaling import RopeScaling, frequencies, written_scaling

@@ -17,7 +17,7 @@ class Taking(importlib.abc.MetaPathFinder):
     """Finds nothing itself."""
 
     def find_spec(self, name, path, target=None):
-        if name == "sporeloom.private_names":
+        if name == "sporeloom.mindspore_compat.names":
             sys.meta_path.remove(self)
             for module, names in TAKEN.items():
                 for each in names:

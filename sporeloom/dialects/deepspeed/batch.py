@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from sporeloom.core.errors import ConfigError, Problems
 from sporeloom.dialects.deepspeed.keys import whole
 from sporeloom.dialects.settings import InputKeys
-from sporeloom.errors import ConfigError, Problems
 
 TOTAL, MICRO, PARTS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 

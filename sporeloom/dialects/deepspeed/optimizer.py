@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from sporeloom.core.errors import Problems
 from sporeloom.dialects.deepspeed.keys import ADAM, ADAM_DEFAULTS, OPTIMIZER, SCHEDULER, SGD, positive, whole
 from sporeloom.dialects.rows import fill_defaults, read_rows
 from sporeloom.dialects.settings import InputKeys
-from sporeloom.errors import Problems
 
 ADAMS = ("adam", "adamw", "fusedadam", "deepspeedcpuadam")
 WARMUPS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from sporeloom.core.errors import ConfigError, Problems
 from sporeloom.dialects.deepspeed.batch import batch
 from sporeloom.dialects.deepspeed.keys import (
     FILLED,
@@ -32,7 +33,6 @@ from sporeloom.dialects.rows import read_rows
 from sporeloom.dialects.settings import GivenValue, InputKeys, Note, Settings
 from sporeloom.dialects.stages import as_ranges
 from sporeloom.dialects.yaml_file import read_flat
-from sporeloom.errors import ConfigError, Problems
 from sporeloom.strategy.config import ContextMethod, Offload, OptimizerParallel, Strategy
 from sporeloom.strategy.mesh import Mesh
 

@@ -8,6 +8,8 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.lines import file_lines
 from sporeloom.dialects.context import context_method
 from sporeloom.dialects.megatron.keys import (
     BACKENDS,
@@ -27,8 +29,6 @@ from sporeloom.dialects.megatron.keys import (
 )
 from sporeloom.dialects.rows import fill_defaults, read_rows
 from sporeloom.dialects.settings import Fate, GivenValue, InputKeys, Note, Settings
-from sporeloom.errors import ConfigError
-from sporeloom.lines import file_lines
 from sporeloom.strategy.config import Offload, OptimizerParallel, Pipeline, Recompute, Stages, Strategy
 from sporeloom.strategy.mesh import Mesh
 

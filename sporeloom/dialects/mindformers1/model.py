@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.reader import Document, fields_from
 from sporeloom.dialects.mindformers1.keys import MODEL
 from sporeloom.dialects.settings import InputKeys
-from sporeloom.errors import ConfigError
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import family_module
 from sporeloom.models.published import PublishedFormat, only, published_as
-from sporeloom.reader import Document, fields_from
 
 Values = dict[str, Any]
 TYPE = MODEL + "type"

@@ -7,6 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from sporeloom.core.errors import ConfigError
 from sporeloom.dialects.context import context_method
 from sporeloom.dialects.experts import expert_degree, shard_size
 from sporeloom.dialects.levels import gathers_again
@@ -44,7 +45,6 @@ from sporeloom.dialects.rows import read_rows
 from sporeloom.dialects.settings import GivenValue, InputKeys, Note, Settings
 from sporeloom.dialects.stages import virtual_stages
 from sporeloom.dialects.yaml_file import read_flat
-from sporeloom.errors import ConfigError
 from sporeloom.strategy.config import OptimizerParallel, Pipeline, Recompute, Stages, Strategy
 from sporeloom.strategy.mesh import Mesh
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from sporeloom.lines import file_lines
+from sporeloom.core.lines import file_lines
 
 NLI = ("entailment", "neutral", "contradiction")
 CLUE = Path("data/clue")

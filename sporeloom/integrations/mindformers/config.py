@@ -6,10 +6,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from sporeloom.core.reader import Document, fields_from
 from sporeloom.integrations.mindformers.library import mindformers
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import size_config
-from sporeloom.reader import Document, fields_from
 
 FIELDS = tuple(field.name for field in dataclasses.fields(ModelConfig))
 

@@ -11,7 +11,7 @@ from mindspore import Tensor
 from numpy.typing import NDArray
 
 from sporeloom.checkpoint.model_folder import load_config
-from sporeloom.errors import ConfigError, did_you_mean
+from sporeloom.core.errors import ConfigError, did_you_mean
 from sporeloom.inference.decoding import Decoding
 from sporeloom.inference.mixed import cached
 from sporeloom.inference.model import load_model

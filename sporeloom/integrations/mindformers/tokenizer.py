@@ -11,8 +11,8 @@ import numpy as np
 from mindspore import Tensor
 
 from sporeloom.checkpoint.model_folder import load_config
+from sporeloom.core.errors import ConfigError
 from sporeloom.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
-from sporeloom.errors import ConfigError
 from sporeloom.integrations.mindformers.library import tokenization
 
 

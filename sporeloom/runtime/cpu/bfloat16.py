@@ -13,8 +13,8 @@ import numpy as np
 from mindspore import dtype as mstype
 from numpy.typing import NDArray
 
-from sporeloom.errors import ConfigError
-from sporeloom.private_names import mind_ir, type_to_type_id
+from sporeloom.core.errors import ConfigError
+from sporeloom.mindspore_compat.names import mind_ir, type_to_type_id
 
 Array = NDArray[Any]
 NARROW, WIDE = mind_ir.TensorProto.BFLOAT16, mind_ir.TensorProto.FLOAT

@@ -14,14 +14,14 @@ from typing import Any
 
 from mindspore import nn
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
+from sporeloom.mindspore_compat.names import mind_ir
 from sporeloom.partition.graph import Graph, Name, is_effect
 from sporeloom.partition.held import MixedRowsError, PartitionError
 from sporeloom.partition.microbatches import DividedGraph, divide, undivided
 from sporeloom.partition.mindir import read_graph
 from sporeloom.partition.stages import StageGraphs, cut_into_stages
 from sporeloom.partition.updates import cut_updates
-from sporeloom.private_names import mind_ir
 from sporeloom.runtime.cpu.spmd import Sharded, decide, reports_in, shard
 from sporeloom.strategy.config import Strategy
 from sporeloom.strategy.layout import Shape

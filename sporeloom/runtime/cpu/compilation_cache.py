@@ -19,11 +19,11 @@ from typing import Any, TypeVar
 
 import mindspore as ms
 
-from sporeloom.files import cache_folder, read_private, write_atomically
-from sporeloom.lines import first_line
-from sporeloom.log import milestone
+from sporeloom.core.files import cache_folder, read_private, write_atomically
+from sporeloom.core.lines import first_line
+from sporeloom.core.log import milestone
+from sporeloom.mindspore_compat.names import mind_ir
 from sporeloom.models.family import sources_hash
-from sporeloom.private_names import mind_ir
 from sporeloom.runtime.cpu.partition import PartitionedGraph
 from sporeloom.runtime.layouts import ParameterLayout
 from sporeloom.strategy.config import Strategy

@@ -13,12 +13,12 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn
 from numpy.typing import NDArray
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.scratch import scratch_folder
 from sporeloom.runtime.cpu.find_nan import NanFinder
 from sporeloom.runtime.cpu.lowering import lower
 from sporeloom.runtime.cpu.partition import PartitionedGraph
 from sporeloom.runtime.cpu.transport import Transport
-from sporeloom.scratch import scratch_folder
 
 _MISSING = re.compile(r"Unsupported op \[(\w+)\] on CPU")
 WITHOUT_KERNEL = "one device has none either; use another operator, optimizer or step, or element type"

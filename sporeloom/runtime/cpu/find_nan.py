@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sporeloom.private_names import mind_ir
+from sporeloom.mindspore_compat.names import mind_ir
 from sporeloom.runtime.cpu.pyfunc import add_pyfunc_primitive
 from sporeloom.runtime.places import place_of
 

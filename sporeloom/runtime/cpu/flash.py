@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sporeloom.private_names import mind_ir
+from sporeloom.mindspore_compat.names import mind_ir
 from sporeloom.runtime.cpu.pyfunc import add_pyfunc_primitive
 
 Array = NDArray[Any]

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sporeloom.private_names import mind_ir
+from sporeloom.mindspore_compat.names import mind_ir
 
 SELECT = "Select:of two branches"
 EFFECTS = ("side_effect_mem", "side_effect_io", "side_effect_hidden")

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from sporeloom.errors import ConfigError
-from sporeloom.private_names import mind_ir
+from sporeloom.core.errors import ConfigError
+from sporeloom.mindspore_compat.names import mind_ir
 from sporeloom.runtime.cpu.bfloat16 import Widened, in_bfloat16, widen_bfloat16
 from sporeloom.runtime.cpu.flash import exchange_flash_attention
 from sporeloom.runtime.cpu.inlining import inline_functions

@@ -7,8 +7,8 @@ import contextlib
 import os
 from pathlib import Path
 
-from sporeloom.errors import ConfigError
-from sporeloom.scratch import LOCK, lock_in, private_root
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.scratch import LOCK, lock_in, private_root
 
 
 class MeetingPlace:

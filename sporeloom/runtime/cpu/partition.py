@@ -19,9 +19,9 @@ import numpy as np
 from mindspore import Tensor, nn
 from numpy.typing import NDArray
 
-from sporeloom.errors import ConfigError
-from sporeloom.lines import first_line
-from sporeloom.private_names import cell_graph_executor, mind_ir, numpy_type
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.lines import first_line
+from sporeloom.mindspore_compat.names import cell_graph_executor, mind_ir, numpy_type
 from sporeloom.runtime.compiler import auto_parallel_context, faster_compilation
 from sporeloom.runtime.cpu.target import virtual_ascend
 from sporeloom.runtime.graph_checks import check_graph, groups_in

@@ -16,7 +16,7 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 from numpy.typing import NDArray
 
-from sporeloom.errors import ConfigError, Problems
+from sporeloom.core.errors import ConfigError, Problems
 from sporeloom.parallel.step import TrainStep
 from sporeloom.runtime.backend import Backend
 from sporeloom.runtime.compiler import without_collection

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from sporeloom.private_names import add_pyfunc, mind_ir
+from sporeloom.mindspore_compat.names import add_pyfunc, mind_ir
 
 _serial = itertools.count()
 _keep: list[Callable[..., Any]] = []  # C++ refers to the functions by id only

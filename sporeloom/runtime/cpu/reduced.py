@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.runtime.cpu.lowering import attributes
 from sporeloom.runtime.cpu.partition import PartitionedGraph
 from sporeloom.runtime.layouts import ParameterLayout

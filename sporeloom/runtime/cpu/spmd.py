@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 from mindspore import Parameter, Tensor, nn
 
-from sporeloom.errors import ConfigError, did_you_mean
+from sporeloom.core.errors import ConfigError, did_you_mean
+from sporeloom.mindspore_compat.names import cell_graph_executor, mind_ir
 from sporeloom.models.paths import path_matches
 from sporeloom.parallel.report import Report
 from sporeloom.parallel.sharding import operators
@@ -32,7 +33,6 @@ from sporeloom.partition.parted import PartedAxes, UndividedAxisError, sharded_f
 from sporeloom.partition.paths import functional_paths, with_paths
 from sporeloom.partition.propagate import shard_graph
 from sporeloom.partition.rank_mindir import write_rank
-from sporeloom.private_names import cell_graph_executor, mind_ir
 from sporeloom.runtime.compiler import faster_compilation
 from sporeloom.runtime.cpu.branches import why_branching_fails
 from sporeloom.runtime.cpu.inlining import BranchError, inline_functions

@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 from mindspore import Parameter, nn
 
-from sporeloom.errors import Problems
-from sporeloom.log import milestone
+from sporeloom.core.errors import Problems
+from sporeloom.core.log import milestone
+from sporeloom.mindspore_compat.names import mind_ir
 from sporeloom.parallel.call import Call
 from sporeloom.parallel.step import TrainStep
 from sporeloom.partition.graph import Graph
 from sporeloom.partition.held import Communication, ShardedGraph
 from sporeloom.partition.stages import StageGraphs
-from sporeloom.private_names import mind_ir
 from sporeloom.runtime.cpu.call_graphs import CutCall, cut_call, num_microbatches_of
 from sporeloom.runtime.cpu.executor import Program
 from sporeloom.runtime.cpu.partition import PartitionedGraph

@@ -15,14 +15,14 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
+from sporeloom.mindspore_compat.names import mind_ir
 from sporeloom.parallel.step import Microbatch, TrainStep
 from sporeloom.partition.graph import Graph, Name, TensorType
 from sporeloom.partition.held import PartitionError
 from sporeloom.partition.layout import ValueLayout
 from sporeloom.partition.stages import PassGraph, StageGraphs, StagePass, cut_into_stages
 from sporeloom.partition.updates import cut_updates
-from sporeloom.private_names import mind_ir
 from sporeloom.runtime.cpu.compilation_cache import cached_model
 from sporeloom.runtime.cpu.spmd import Sharded, compile_for_one_device, decide, reports_in, shard
 from sporeloom.strategy.config import Strategy

@@ -15,7 +15,7 @@ from typing import Any
 
 import mindspore as ms
 
-from sporeloom.private_names import (
+from sporeloom.mindspore_compat.names import (
     CURRENT_CONTEXT,
     HARMLESS,
     LOG_LEVELS,
@@ -29,7 +29,7 @@ from sporeloom.private_names import (
     global_context,
     is_supported_version,
 )
-from sporeloom.runtime.symbols import TargetError, lacks, library
+from sporeloom.mindspore_compat.symbols import TargetError, lacks, library
 
 WORLD = "hccl_world_group"
 CHIP = "ascend910b"

@@ -24,7 +24,7 @@ import zmq
 from numpy.typing import NDArray
 from zmq.utils.monitor import recv_monitor_message
 
-from sporeloom.lines import first_line
+from sporeloom.core.lines import first_line
 from sporeloom.runtime.cpu.meeting_place import MeetingPlace
 
 RECEIVE_TIMEOUT_S = 600.0

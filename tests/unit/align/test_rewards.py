@@ -5,7 +5,7 @@ import pytest
 
 from sporeloom.align.advantages import AdaptiveKL, gae, group_advantages, whitened
 from sporeloom.align.rewards import load_reward, rewards_of
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.evaluation.reward import program_reward
 
 CODE = """

@@ -7,7 +7,7 @@ import pytest
 from conftest import CONFIGS
 
 from sporeloom.certification.shrink import BATCH, SEQ_LEN, small_meshes, small_model, small_strategies
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.models.family import family_and_size, size_config
 from sporeloom.strategy.checks import batch_problems, model_problems, strategy_problems
 from sporeloom.strategy.config import Offload, OptimizerParallel, Pipeline, Recompute, Stages, Strategy

@@ -12,7 +12,7 @@ import numpy as np
 
 from sporeloom.checkpoint.manifest import checkpoints, read_manifest
 from sporeloom.checkpoint.sharded import Slice, damage, finish, remove_leftovers, remove_old, write_parts
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 
 ABOUT = {"state": {}, "model": {}, "strategy": {}, "versions": {}}
 SHAPE = (64, 2000)

@@ -17,7 +17,7 @@ from sporeloom.checkpoint.adapters import (
     read_adapter,
     write_adapter,
 )
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.models.adapters import LoRAConfig
 from sporeloom.models.config import ExpertConfig, ModelConfig
 from sporeloom.models.parameters import parameter_shapes

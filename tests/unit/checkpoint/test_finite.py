@@ -29,7 +29,7 @@ from sporeloom.checkpoint.sharded import CheckpointReader, Slice, damage, finish
 from sporeloom.checkpoint.shards import whole
 from sporeloom.checkpoint.tensor_hashes import seal
 from sporeloom.checkpoint.upcycle import UpcycleJob, open_dense, upcycled, write_model
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.models.config import ExpertConfig, ModelConfig
 from sporeloom.models.parameters import parameter_shapes
 from sporeloom.models.weight_names import Name

@@ -11,8 +11,8 @@ from sporeloom.checkpoint.adapters import Adapter, write_adapter
 from sporeloom.checkpoint.generation_config import end_tokens
 from sporeloom.checkpoint.huggingface import export_published, import_published, open_published
 from sporeloom.checkpoint.model_folder import load_config, save_checkpoint, write_config
-from sporeloom.errors import ConfigError
-from sporeloom.hashes import write_hashes
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.hashes import write_hashes
 from sporeloom.models.adapters import LoRAConfig
 from sporeloom.models.family import size_config
 from sporeloom.models.parameters import parameter_shapes

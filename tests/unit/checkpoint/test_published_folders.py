@@ -16,8 +16,8 @@ from pangu.config import OPEN_PANGU, PRO_MOE
 from sporeloom.checkpoint.huggingface import export_published, import_published, open_published
 from sporeloom.checkpoint.model_folder import load_config, load_weights, save_checkpoint
 from sporeloom.checkpoint.tensor_files import model_files
-from sporeloom.errors import ConfigError
-from sporeloom.hashes import HASHES
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.hashes import HASHES
 from sporeloom.models.config import ExpertConfig, ModelConfig
 from sporeloom.models.family import family_module
 from sporeloom.models.parameters import parameter_shapes

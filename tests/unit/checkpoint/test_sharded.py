@@ -17,8 +17,8 @@ from sporeloom.checkpoint.manifest import LATEST, checkpoints, read_manifest
 from sporeloom.checkpoint.model_folder import load_config, load_weights
 from sporeloom.checkpoint.reshard import export, reshard
 from sporeloom.checkpoint.sharded import CheckpointReader, Slice, damage, file_name, finish, remove_old, write_parts
-from sporeloom.errors import ConfigError
-from sporeloom.hashes import write_hashes
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.hashes import write_hashes
 
 ABOUT = {
     "state": {"data": {"seed": 1}},

@@ -12,7 +12,7 @@ from codegeex.config import LEARNING_RATES, SIZES
 from codegeex.languages import ALIASES, FUNCTION_ENDS, TAGS, tagged
 from codegeex.tokenizer import CodeGeeXTokenizer, train_tokenizer
 from codegeex.weights import TABLES
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.models.parameters import num_parameters, parameter_shapes
 from sporeloom.models.weight_names import names
 

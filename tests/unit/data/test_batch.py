@@ -3,9 +3,9 @@ import numpy as np
 import pytest
 from conftest import shared
 
+from sporeloom.core.errors import ConfigError
 from sporeloom.data.batch import document_positions, make_batch
 from sporeloom.data.documents import read_documents
-from sporeloom.errors import ConfigError
 
 EOD, IGNORED = 9, 6
 

@@ -6,13 +6,13 @@ import dataclasses
 import numpy as np
 import pytest
 
+from sporeloom.core.errors import ConfigError
 from sporeloom.data.batch import make_batch
 from sporeloom.data.blend import read_blend, short_datasets
 from sporeloom.data.loader import Dataset, Loader, Prefetcher, rows_of_rank
 from sporeloom.data.packing import Stream
 from sporeloom.data.sample_order import Sizes, growing_seq_lens, ramped_batch_sizes
 from sporeloom.data.token_file import ENDS, TOKENS, VERSION, TokenFile, TokenFileInfo, write_info
-from sporeloom.errors import ConfigError
 
 EOD, IGNORED, SEQ_LEN = 9, 6, 16
 GROWING = Sizes(ramped_batch_sizes(4, 4, 40, 12), growing_seq_lens([(4, 3), (8, 4)], SEQ_LEN))

@@ -25,13 +25,13 @@ from vocabularies import TURNS, glm4_files, sentencepiece_model, write_config
 
 from codegeex.tokenizer import open_tokenizer as open_code
 from pangu.tokenizer import open_tokenizer as open_pangu
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.processes import is_alive
 from sporeloom.data.chat_template import ChatTemplate, TemplatedTokenizer, with_template
 from sporeloom.data.marked_text import MarkedText, concat, marks_of
 from sporeloom.data.special_tokens import Span, joined
 from sporeloom.data.tokenizer import ChatMessage, chat_prompt, load_tokenizer
-from sporeloom.errors import ConfigError
 from sporeloom.models.config import ModelConfig
-from sporeloom.processes import is_alive
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "</s>"}
 

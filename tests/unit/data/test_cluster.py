@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from dying_work import Counted, make
 
+from sporeloom.core.errors import ConfigError
 from sporeloom.data.cluster import RayCluster, leave, over_batches
 from sporeloom.data.decontaminate import DecontaminationSettings, make_decontaminator
 from sporeloom.data.dedup import SignatureBatch, dedup
@@ -23,7 +24,6 @@ from sporeloom.data.sources import DocumentSource
 from sporeloom.data.substrings import SubstringSettings, dedup_substrings
 from sporeloom.data.tokenize import TokenizeJob, tokenize
 from sporeloom.data.workers import WorkersLostError
-from sporeloom.errors import ConfigError
 from sporeloom.models.family import family_module
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from test_blend_and_loader import EOD, IGNORED, token_file
 
+from sporeloom.core.errors import ConfigError
 from sporeloom.data.curriculum import (
     Curriculum,
     CurriculumConfig,
@@ -22,7 +23,6 @@ from sporeloom.data.curriculum import (
 from sporeloom.data.loader import Dataset, Loader
 from sporeloom.data.packing import BestFit, Stream, save_packing
 from sporeloom.data.sample_order import Sizes, ramped_batch_sizes
-from sporeloom.errors import ConfigError
 
 SEQ_LEN = 16
 SIZES = Sizes(ramped_batch_sizes(4, 4, 60, 12), (SEQ_LEN,))

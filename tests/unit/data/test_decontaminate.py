@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 
+from sporeloom.core.errors import ConfigError
 from sporeloom.data.decontaminate import (
     DecontaminationSettings,
     EvaluationSet,
@@ -17,7 +18,6 @@ from sporeloom.data.decontaminate import (
 )
 from sporeloom.data.rewrite import rewrite
 from sporeloom.data.sources import DocumentSource
-from sporeloom.errors import ConfigError
 
 NO_MARGIN = DecontaminationSettings(margin=0, min_piece=0)
 WORDS = [f"w{i}" for i in range(400)]

@@ -7,10 +7,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from sporeloom.core.errors import ConfigError
 from sporeloom.data.dedup import dedup
 from sporeloom.data.minhash import MinHash, jaccard, shingle_set
 from sporeloom.data.sources import DocumentSource
-from sporeloom.errors import ConfigError
 
 
 def oracle_shingles(text):

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sporeloom.core.errors import ConfigError
 from sporeloom.data.chat_template import ChatTemplate, TemplatedTokenizer
 from sporeloom.data.examples import (
     Example,
@@ -21,7 +22,6 @@ from sporeloom.data.examples import (
 )
 from sporeloom.data.special_tokens import SpecialTokens
 from sporeloom.data.tokenizer import ChatMessage
-from sporeloom.errors import ConfigError
 
 EOD = 3
 TEMPLATE = (

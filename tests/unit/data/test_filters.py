@@ -4,10 +4,10 @@ from functools import partial
 
 import pytest
 
+from sporeloom.core.errors import ConfigError
 from sporeloom.data.filters import FilterRules, make_filter, repeated_ngrams
 from sporeloom.data.rewrite import rewrite
 from sporeloom.data.sources import DocumentSource
-from sporeloom.errors import ConfigError
 
 
 @pytest.mark.parametrize(

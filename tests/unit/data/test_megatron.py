@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from conftest import shared
 
+from sporeloom.core.errors import ConfigError
 from sporeloom.data.indexed_file import DTYPES, HEADER, IndexedFile, bin_path, idx_path, token_dtype, write_indexed
 from sporeloom.data.loader import rows_of_rank
 from sporeloom.data.megatron import MegatronLoader, read_megatron
@@ -23,7 +24,6 @@ from sporeloom.data.megatron_order import (
     split_ranges,
 )
 from sporeloom.data.sample_order import Sizes
-from sporeloom.errors import ConfigError
 
 CORPORA = ("small_u16", "other_i32", "with_modes_i32")
 

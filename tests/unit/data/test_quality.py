@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sporeloom.core.errors import ConfigError
 from sporeloom.data.filters import FilterRules, make_filter
 from sporeloom.data.quality import RULES, SETS, TextStatistics, duplicate_ngrams, repeated, top_ngram
 from sporeloom.data.rewrite import rewrite
 from sporeloom.data.sources import DocumentSource
-from sporeloom.errors import ConfigError
 
 PROSE = (
     "The town lies between the river and the hills. Most of its people work in the mill, which grinds the grain that "

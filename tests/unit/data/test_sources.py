@@ -7,8 +7,8 @@ import random
 
 import pytest
 
+from sporeloom.core.errors import ConfigError
 from sporeloom.data.sources import DocumentSource, FilePart
-from sporeloom.errors import ConfigError
 
 LINES = [json.dumps({"text": f"line {number} " + "x" * (number % 97)}) + "\n" for number in range(400)]
 

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
+from sporeloom.core.errors import ConfigError
 from sporeloom.data.sources import DocumentSource
 from sporeloom.data.substrings import MAX_POSITIONS, SubstringSettings, dedup_substrings
-from sporeloom.errors import ConfigError
 
 
 def oracle(texts, length):

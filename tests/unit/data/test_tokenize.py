@@ -17,11 +17,11 @@ from conftest import ROOT, shared
 
 from codegeex.tokenizer import CodeGeeXTokenizer
 from pangu.tokenizer import PanGuTokenizer
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.hashes import write_hashes
 from sporeloom.data.sources import DocumentSource
 from sporeloom.data.token_file import ENDS, INFO, TOKENS, TokenFile, partial_folder
 from sporeloom.data.tokenize import TokenizeJob, tokenize
-from sporeloom.errors import ConfigError
-from sporeloom.hashes import write_hashes
 
 TEXT = ROOT / "examples" / "small_town.txt"
 

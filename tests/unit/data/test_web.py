@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from sporeloom.core.errors import ConfigError
 from sporeloom.data.filters import FilterRules, make_filter
 from sporeloom.data.rewrite import rewrite
 from sporeloom.data.sources import DocumentSource
 from sporeloom.data.web import detect_language, extract_text, read_records
-from sporeloom.errors import ConfigError
 
 warcio = pytest.importorskip("warcio")
 trafilatura = pytest.importorskip("trafilatura")

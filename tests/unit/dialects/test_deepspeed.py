@@ -6,9 +6,9 @@ import json
 import pytest
 from conftest import CONFIGS
 
+from sporeloom.core.errors import ConfigError
 from sporeloom.dialects import Settings, recognize, translate
 from sporeloom.dialects.stages import as_ranges
-from sporeloom.errors import ConfigError
 from sporeloom.strategy.config import SINGLE_DEVICE, Offload, OptimizerParallel
 from sporeloom.strategy.mesh import Mesh
 from sporeloom.train.schedules import learning_rate

@@ -12,8 +12,8 @@ import pytest
 import yaml
 from conftest import CONFIGS, ROOT, run
 
+from sporeloom.core.errors import ConfigError
 from sporeloom.dialects import Settings, recognize, translate
-from sporeloom.errors import ConfigError
 from sporeloom.strategy.checks import strategy_problems
 from sporeloom.strategy.config import (
     SINGLE_DEVICE,

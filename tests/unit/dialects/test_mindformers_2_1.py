@@ -7,8 +7,8 @@ import pytest
 import yaml
 from conftest import CONFIGS
 
+from sporeloom.core.errors import ConfigError
 from sporeloom.dialects import Settings, translate
-from sporeloom.errors import ConfigError
 from sporeloom.strategy.config import SINGLE_DEVICE, Offload, OptimizerParallel, Recompute, Stages
 from sporeloom.strategy.mesh import Mesh
 from sporeloom.strategy.text import strategy_text

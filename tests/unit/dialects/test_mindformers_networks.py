@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from conftest import CONFIGS
 
+from sporeloom.cli.translate import model_text
+from sporeloom.core.errors import ConfigError
 from sporeloom.dialects import Settings, translate
-from sporeloom.errors import ConfigError
 from sporeloom.integrations import trainer
 from sporeloom.models.family import size_config
 from sporeloom.strategy.config import SINGLE_DEVICE, Stages
-from sporeloom.verbs.translate import model_text
 
 RULES = CONFIGS / "rules" / "decoder.yaml"
 NOTHING = Settings(SINGLE_DEVICE)

@@ -7,8 +7,8 @@ import pytest
 from conftest import SHARED
 
 from codegeex.tokenizer import CodeGeeXTokenizer
+from sporeloom.core.errors import ConfigError
 from sporeloom.data.special_tokens import SpecialTokens, content, template
-from sporeloom.errors import ConfigError
 from sporeloom.evaluation import rpc
 from sporeloom.evaluation.chat import answer_program, defined, question, translation_question
 from sporeloom.evaluation.config import read_problems

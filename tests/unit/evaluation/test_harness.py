@@ -17,7 +17,7 @@ from vocabularies import glm4_json
 
 from codegeex.glm_tokenizer import GLM4Tokenizer
 from pangu.open_tokenizer import OpenPanguTokenizer
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.evaluation.harness import HarnessModel, rolling_windows
 from sporeloom.evaluation.harness_config import as_json
 from sporeloom.evaluation.harness_options import read_options

@@ -4,7 +4,7 @@
 import pytest
 from conftest import shared
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.evaluation.config import read_problems
 from sporeloom.evaluation.judge import judge, judge_all
 from sporeloom.evaluation.programs import NAMES, program

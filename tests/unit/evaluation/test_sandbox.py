@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.evaluation import sandbox
 from sporeloom.evaluation.sandbox import Limits, Step
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from test_scheduler import ENGINE, VOCAB, Chunked, alone, book, request
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.inference.sampling import BadLogitsError, NoTokenError, Sampler, SamplingConfig
 from sporeloom.inference.scheduler import Failure, InternalError, PromptScores, Request, Scheduler, generate
 from sporeloom.strategy.config import SINGLE_DEVICE

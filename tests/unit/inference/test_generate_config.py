@@ -7,7 +7,7 @@ import pytest
 
 from pangu.tokenizer import train_tokenizer
 from sporeloom.checkpoint.model_folder import write_config
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.inference.config import GenerateConfig, check
 from sporeloom.models.family import size_config
 

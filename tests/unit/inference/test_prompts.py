@@ -8,8 +8,8 @@ import pytest
 from vocabularies import glm4_files
 
 from sporeloom.checkpoint.model_folder import write_config
+from sporeloom.core.errors import ConfigError
 from sporeloom.data.tokenizer import ChatMessage, chat_prompt, infill_prompt
-from sporeloom.errors import ConfigError
 from sporeloom.inference.config import GenerateConfig
 from sporeloom.inference.config import check as check_generation
 from sporeloom.models.family import size_config

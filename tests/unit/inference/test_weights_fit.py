@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from sporeloom.checkpoint.model_folder import save_checkpoint
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.inference.model import load_model
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.parameters import parameter_shapes

@@ -10,8 +10,8 @@ from conftest import CONFIGS, shared
 from safetensors.numpy import load_file, save_file
 
 from sporeloom.checkpoint.huggingface import export_published, import_published, open_published
+from sporeloom.core.errors import ConfigError
 from sporeloom.data.batch import Batch, mtp_targets
-from sporeloom.errors import ConfigError
 from sporeloom.models.config import NO_LABEL
 from sporeloom.models.family import family_module, size_config
 from sporeloom.strategy.checks import model_problems

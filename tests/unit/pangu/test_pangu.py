@@ -9,7 +9,7 @@ from conftest import shared
 from pangu.config import LEARNING_RATES, SIZES
 from pangu.tokenizer import SPECIAL, PanGuTokenizer, cut, train_tokenizer
 from pangu.weights import TABLES
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.parameters import num_parameters, parameter_shapes
 from sporeloom.models.weight_names import names

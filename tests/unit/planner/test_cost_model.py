@@ -7,7 +7,8 @@ import pytest
 from conftest import shared
 
 from sporeloom.checkpoint.contents import is_orthogonalized
-from sporeloom.cli import parse_args
+from sporeloom.cli.plan import PlanConfig, requested
+from sporeloom.core.command_line import parse_args
 from sporeloom.models.family import size_config
 from sporeloom.models.parameters import num_parameters, parameter_shapes
 from sporeloom.planner.cluster import Cluster, Overlap
@@ -24,7 +25,6 @@ from sporeloom.planner.memory import (
 from sporeloom.planner.search import describe, search
 from sporeloom.planner.step_time import flops_per_device, group_bandwidth, step_time
 from sporeloom.strategy.schedule import passes
-from sporeloom.verbs.plan import PlanConfig, requested
 
 GPT = {"vocab_size": 51200, "seq_len": 2048}
 MODELS = {  # arXiv:2205.05198 table 3: dimensions and virtual stages

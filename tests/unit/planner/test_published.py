@@ -4,7 +4,7 @@ import csv
 import pytest
 from conftest import ROOT, shared
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.planner.published import UnpredictableError, describe, measured, read_rows
 from sporeloom.planner.validate import predict, validate
 

@@ -3,7 +3,7 @@ import dataclasses
 
 import pytest
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.models.family import size_config
 from sporeloom.planner.closed_forms import bytes_of_mask, job_of, optimizer_sharding
 from sporeloom.planner.cluster import Cluster, read_cluster

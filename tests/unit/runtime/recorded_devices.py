@@ -6,7 +6,7 @@ import dataclasses
 import mindspore as ms
 
 from sporeloom.certification.training import decoder_batches
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.models.family import family_module, size_config
 from sporeloom.parallel.parallelize import parallelize, wrap
 from sporeloom.parallel.step import TrainStep

@@ -5,7 +5,7 @@ import mindspore as ms
 import pytest
 from mindspore import nn
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.runtime.backend import Backend
 from sporeloom.runtime.engine import Engine
 from sporeloom.strategy.config import SINGLE_DEVICE

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from mindspore import nn
 
-from sporeloom.errors import ConfigError
-from sporeloom.private_names import mind_ir
+from sporeloom.core.errors import ConfigError
+from sporeloom.mindspore_compat.names import mind_ir
 from sporeloom.runtime import native
 from sporeloom.runtime.graph_checks import check_graph
 from sporeloom.strategy.loader import strategy_of

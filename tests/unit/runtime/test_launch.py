@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from sporeloom.cli.generate import TERMINAL
+from sporeloom.cli.serve import SERVER
 from sporeloom.dry_run.pool import COMPILER
 from sporeloom.runtime import environment
 from sporeloom.runtime.launch import ENGINE, FORK, free_port, launch
 from sporeloom.train.launch import TRAINER
-from sporeloom.verbs.generate import TERMINAL
-from sporeloom.verbs.serve import SERVER
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +42,7 @@ def test_every_process_knows_its_rank_and_the_first_that_fails_ends_all(
 
 
 MISTAKEN = """
-from sporeloom.errors import ConfigError, run_tool
+from sporeloom.core.errors import ConfigError, run_tool
 
 def main(argv):
     print("begins", flush=True)

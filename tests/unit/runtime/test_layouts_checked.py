@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.parallel.parallelize import parallelize
 from sporeloom.parallel.report import DERIVED
 from sporeloom.runtime.cpu.partition import partition

@@ -10,10 +10,10 @@ import pytest
 from mindspore import Tensor, mint, nn, ops
 from recorded_devices import EXPERTS, network, recorded
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
+from sporeloom.mindspore_compat.names import cell_graph_executor, mind_ir
 from sporeloom.parallel.parallelize import shards_itself
 from sporeloom.partition.rank_mindir import MAX_NAME, OF_COLLECTIVES, group_name
-from sporeloom.private_names import cell_graph_executor, mind_ir
 from sporeloom.runtime import engine, native_spmd
 from sporeloom.runtime.cpu.lowering import attributes, collective_nodes
 from sporeloom.runtime.cpu.target import WORLD, virtual_ascend

@@ -13,9 +13,9 @@ from vocabularies import TURNS, glm4_files, sentencepiece_model
 
 from codegeex.tokenizer import open_tokenizer as open_code
 from pangu.tokenizer import open_tokenizer as open_pangu
+from sporeloom.core.errors import ConfigError
 from sporeloom.data.chat_template import with_template
 from sporeloom.data.tokenizer import ChatMessage, chat_prompt, infill_prompt
-from sporeloom.errors import ConfigError
 from sporeloom.serve import prepare
 from sporeloom.serve.app import Server, build_app
 from sporeloom.serve.config import ServeConfig, ServedModel, ServeJob

@@ -7,7 +7,7 @@ from mindspore import nn
 
 from sporeloom import auto_parallel, certify
 from sporeloom.certification.shrink import small_strategies
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.strategy.checks import batch_problems
 from sporeloom.strategy.loader import load_strategy
 

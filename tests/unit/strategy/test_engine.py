@@ -5,7 +5,7 @@ import pytest
 import yaml
 from conftest import in_process
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.parallel.parallelize import shards_itself
 from sporeloom.strategy.loader import load_strategy, strategy_of
 from sporeloom.strategy.text import strategy_text

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.strategy.config import V_SHAPED, stage_of_part
 from sporeloom.strategy.listed_schedule import Pass, read_schedule
 from sporeloom.strategy.loader import load_strategy

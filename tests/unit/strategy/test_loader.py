@@ -5,7 +5,7 @@ import pytest
 import yaml
 from conftest import CONFIGS
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.strategy.loader import load_strategy
 
 RULES = "operators:\n  up.matmul: [[dp, ~], [tp, ~]]\n  norm: [[[dp, sp], ~]]\n"

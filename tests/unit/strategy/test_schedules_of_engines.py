@@ -3,7 +3,7 @@
 
 import pytest
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.strategy.loader import strategy_of
 
 

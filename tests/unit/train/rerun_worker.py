@@ -5,7 +5,7 @@ import unittest.mock
 
 from mindspore import Tensor
 
-from sporeloom.cli import parse_args
+from sporeloom.core.command_line import parse_args
 from sporeloom.parallel.step import TrainStep
 from sporeloom.runtime.engine import Engine
 from sporeloom.runtime.environment import launched_processes

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from sporeloom.cli import parse_args
+from sporeloom.core.command_line import parse_args
 from sporeloom.data.sources import DocumentSource
 from sporeloom.data.tokenize import TokenizeJob, tokenize
 from sporeloom.models.family import family_module

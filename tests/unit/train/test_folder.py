@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from sporeloom.cli import parse_args
-from sporeloom.errors import ConfigError
+from sporeloom.core.command_line import parse_args
+from sporeloom.core.errors import ConfigError
 from sporeloom.train.config import check
 from sporeloom.train.folder import OWN, clear, point_to, settled
 from sporeloom.train.plain_text import TrainConfig

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.train.config import check
 from sporeloom.train.loss_scale import LossScale
 from sporeloom.train.optim import SGD, AdamW, is_decayed

@@ -8,11 +8,11 @@ import mindspore as ms
 import numpy as np
 import pytest
 
-from sporeloom.cli import parse_args
+from sporeloom.core.command_line import parse_args
+from sporeloom.core.errors import ConfigError
 from sporeloom.data.batch import document_positions
 from sporeloom.data.random_ltd import RandomLTD, draw_kept
 from sporeloom.data.sample_order import Sizes
-from sporeloom.errors import ConfigError
 from sporeloom.models.family import family_module, size_config
 from sporeloom.nn.token_drop import attach_token_drop
 from sporeloom.train.config import check

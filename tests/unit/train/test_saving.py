@@ -9,7 +9,7 @@ from mindspore import Parameter, Tensor, nn
 
 from sporeloom.checkpoint.manifest import checkpoints, read_manifest
 from sporeloom.checkpoint.sharded import CheckpointReader
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.parallel.report import ParameterReport, Report
 from sporeloom.runtime.engine import Engine
 from sporeloom.strategy.config import SINGLE_DEVICE

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.train.spikes import MAX_REWINDS, SpikeGuard, parse_steps
 
 

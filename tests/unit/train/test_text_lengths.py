@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from sporeloom.core.errors import ConfigError
 from sporeloom.data.examples import PromptLine, ended_batch, example_batch
 from sporeloom.data.tokenizer import Prompt
-from sporeloom.errors import ConfigError
 from sporeloom.inference.config import prompt_problems
 from sporeloom.tasks.grpo import GRPO
 from sporeloom.tasks.rollouts import SampledText

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from sporeloom.checkpoint.model_folder import load_config, load_text_config, write_config
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.models.family import size_config
 from sporeloom.train.config import check
 from sporeloom.train.preferences import KTOConfig, SimPOConfig

@@ -8,7 +8,7 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore.graph.api import _cell_graph_executor
 
-from sporeloom.private_names import mind_ir
+from sporeloom.mindspore_compat.names import mind_ir
 from sporeloom.runtime.cpu.executor import Program
 from sporeloom.runtime.cpu.partition import PartitionedGraph
 from sporeloom.runtime.cpu.target import WORLD, virtual_ascend

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
 
-from sporeloom.errors import ConfigError
-from sporeloom.private_names import mind_ir
+from sporeloom.core.errors import ConfigError
+from sporeloom.mindspore_compat.names import mind_ir
 from sporeloom.runtime.cpu.bfloat16 import NARROW_ID, in_bfloat16, widen_bfloat16
 from sporeloom.runtime.engine import Engine
 from sporeloom.strategy.config import SINGLE_DEVICE

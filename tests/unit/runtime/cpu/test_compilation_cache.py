@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from sporeloom.private_names import mind_ir
+from sporeloom.mindspore_compat.names import mind_ir
 from sporeloom.runtime.cpu import compilation_cache
 from sporeloom.runtime.cpu.compilation_cache import SUFFIX, SWITCH, cached_graph, cached_model
 from sporeloom.runtime.cpu.partition import PartitionedGraph

@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from sporeloom.errors import ConfigError
+from sporeloom.core.errors import ConfigError
 from sporeloom.models.config import ModelConfig
 from sporeloom.runtime.cpu.flash import attention, attention_gradient
 

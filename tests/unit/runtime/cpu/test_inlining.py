@@ -3,7 +3,7 @@
 
 import pytest
 
-from sporeloom.private_names import mind_ir
+from sporeloom.mindspore_compat.names import mind_ir
 from sporeloom.runtime.cpu.inlining import BranchError, InliningError, calls_of_functions, inline_functions
 
 KINDS = ("Mul", "Depend", "MakeTuple", "TupleGetItem", "Partial", "AddN", "AssignAdd", "Switch", "UpdateState")

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from sporeloom.private_names import mind_ir
+from sporeloom.mindspore_compat.names import mind_ir
 from sporeloom.runtime.cpu.ordering import Message, chain, common_order, dependencies, from_lists, to_lists
 
 SEEDS = range(120)

@@ -5,10 +5,10 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common.initializer import Normal
 from mindspore.nn.utils import no_init_parameters
 
+from sporeloom.mindspore_compat.names import mind_ir
 from sporeloom.partition.grid import DeviceGrid
 from sporeloom.partition.layout import ValueLayout
 from sporeloom.partition.mindir import read_graph
-from sporeloom.private_names import mind_ir
 from sporeloom.runtime.cpu.executor import keep_slice
 from sporeloom.runtime.cpu.spmd import (
     Decisions,

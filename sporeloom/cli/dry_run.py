@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Report what ranks of a cluster would store, send and compute: the real graph, partitioned as runs are, without a
+device.
+
+    sporeloom dry-run --model pangu --size 13b --strategy pangu_13b_dp4_tp8_pp2 --ranks 0,37,last
+    sporeloom dry-run --model pangu --size 200b --strategy pangu_200b_dp16_tp8_pp16 --fast
+    sporeloom dry-run explain query.weight --model pangu --size 13b --strategy pangu_13b_tp8
+
+The graph of one device is compiled once for all ranks. Activation bytes are those of the memory model
+(docs/explanation/planner.md); everything else is read from the partitioned graphs.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+from sporeloom.core.command_line import argument, option, parse_args
+from sporeloom.core.files import write_text_atomically
+from sporeloom.core.json_text import json_text
+from sporeloom.core.log import print_report
+from sporeloom.dry_run.config import DryRunConfig, check
+from sporeloom.dry_run.html import page
+from sporeloom.dry_run.pool import compile_ranks
+from sporeloom.dry_run.summary import summarize, text_report
+from sporeloom.models.family import size_config
+from sporeloom.runtime.environment import prepare_environment
+from sporeloom.strategy.loader import load_strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplainConfig:
+    name: str = argument("parameter or operator, or the end of its name")
+    model: str = option("pangu", "model family")
+    size: str = option("tiny", "built-in size of the family")
+    strategy: Path = option(..., "strategy file, or name of a built-in strategy")
+
+
+def main(argv: Sequence[str]) -> int:
+    prepare_environment()
+    if argv[:1] == ["explain"]:
+        asked = parse_args(ExplainConfig, __doc__, argv[1:])
+        model, strategy = size_config(asked.model, asked.size), load_strategy(asked.strategy)
+        print(import_module("sporeloom.dry_run.explain").explain(asked.model, model, strategy, asked.name))
+        return 0
+    run = check(parse_args(DryRunConfig, __doc__, argv, check))
+    values = summarize(run, compile_ranks(run))
+    if run.config.html:
+        write_text_atomically(run.config.html, page(values))
+        print(f"report in {run.config.html}", file=sys.stderr)
+    print_report(json_text(values, indent=1) if run.config.json else text_report(values))
+    return 1 if values["job"].get("fits") is False else 0

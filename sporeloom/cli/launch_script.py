@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write how a command is started on several servers: one msrun line for each, or a script for ssh, Slurm or
+ModelArts.
+
+    sporeloom launch-script --strategy plan.yaml --hosts hosts.txt -- train --data corpus/ --steps 1000
+    sporeloom launch-script --strategy plan.yaml --scheduler slurm --out job.sh -- train --data corpus/ --steps 1000
+
+All servers need the same environment, and the same folder under the same path (a shared file system). The strategy is added
+to the command. Ranks are assigned to servers in order, so inner mesh axes (tp) stay within a server.
+"""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from sporeloom.core.command_line import Overwrite, argument, option, output, parse_args
+from sporeloom.core.errors import ConfigError, Problems, did_you_mean
+from sporeloom.core.files import write_text_atomically
+from sporeloom.core.numbers import Bounds, Count, number_problems
+from sporeloom.core.reader import read_text
+from sporeloom.strategy.config import Strategy
+from sporeloom.strategy.loader import load_strategy
+
+Port = Annotated[int, Bounds(1024, 65535)]
+COMMANDS = (
+    "train",
+    "sft",
+    "reward",
+    "dpo",
+    "simpo",
+    "orpo",
+    "kto",
+    "grpo",
+    "ppo",
+    "generate",
+    "evaluate",
+    "score",
+    "serve",
+)
+"""Commands that take a strategy."""
+ADDRESS, NUMBER = '"$MASTER_ADDR"', '"$NODE_RANK"'
+SSH = """#!/usr/bin/env bash
+# Starts {servers} servers over ssh; their output goes to server_N.log in the log folder. When one fails, all are ended.
+set -u
+hosts=({hosts})
+logs={logs}
+command={command}
+mkdir -p "$logs"
+trap 'kill $(jobs -p) 2>/dev/null' EXIT INT TERM
+for i in "${{!hosts[@]}}"; do
+  ssh -tt "${{hosts[$i]}}" "cd $(printf %q "$PWD") && export MASTER_ADDR=${{hosts[0]}} NODE_RANK=$i && $command" \\
+    </dev/null >"$logs/server_$i.log" 2>&1 &
+done
+for _ in "${{hosts[@]}}"; do
+  wait -n || exit
+done
+"""
+SLURM = """#!/usr/bin/env bash
+#SBATCH --job-name=sporeloom
+#SBATCH --nodes={servers}
+#SBATCH --ntasks-per-node=1
+#SBATCH --exclusive
+# Add what your cluster needs: a partition, devices of a server (--gres), a time limit. Submit it with sbatch.
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export MASTER_ADDR
+srun --kill-on-bad-exit=1 bash -c {command_of_task}
+"""
+MODELARTS = """#!/usr/bin/env bash
+# The start command of a ModelArts training job on {servers} servers with an image of your own; it runs once on each.
+export MASTER_ADDR="${{VC_WORKER_HOSTS%%,*}}" NODE_RANK="$VC_TASK_INDEX"
+{command}
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchScriptConfig(Overwrite):
+    strategy: Path = option(..., "strategy file, or name of a built-in strategy")
+    scheduler: Literal["none", "ssh", "slurm", "modelarts"] = option(
+        "none", "program that starts the servers; none: print the command of each"
+    )
+    devices_per_server: Count = option(8, "number of devices of each server, and so of its processes")
+    hosts: Path | None = option(
+        None, "file with the host name or address of each server, one a line; the first is the master (default: none)"
+    )
+    master_port: Port = option(8118, "port of the master that all servers can reach")
+    log_dir: Path = option(Path("logs"), "folder for the logs of all processes")
+    out: Path | None = output(None, "file for the script (default: standard output)")
+    command: tuple[str, ...] = argument("after `--`: the command that all servers run, train --data ... for example")
+
+
+def main(argv: Sequence[str]) -> int:
+    config = parse_args(LaunchScriptConfig, __doc__, argv)
+    problems = Problems(number_problems(config))
+    strategy = problems.of(load_strategy, config.strategy)
+    hosts = problems.of(read_hosts, config.hosts) if config.hosts else None
+    problems += command_problems(config.command)
+    if strategy:
+        problems += server_problems(config, strategy, hosts)
+    if problems or strategy is None:
+        raise ConfigError(problems)
+    text = script(config, strategy.mesh.size, hosts)
+    if config.out is None:
+        print(text, end="")
+        return 0
+    write_text_atomically(config.out, text)
+    if config.scheduler != "none":
+        config.out.chmod(0o755)
+    return 0
+
+
+def read_hosts(path: Path) -> list[str]:
+    """Read the servers of a file, one a line; `#` begins a comment.
+
+    Raises:
+        ConfigError: a line is not a name or an address.
+    """
+    lines = [line.partition("#")[0].strip() for line in read_text(path).split("\n")]
+    hosts = [line for line in lines if line]
+    wrong = [f"{path}: {host!r} is not a host name or an address" for host in hosts if not _is_host(host)]
+    twice = [f"{path}: {host} is there twice" for host in dict.fromkeys(hosts) if hosts.count(host) > 1]
+    if wrong or twice:
+        raise ConfigError([*wrong, *twice])
+    return hosts
+
+
+def _is_host(text: str) -> bool:
+    return text[0] != "-" and all(c.isascii() and (c.isalnum() or c in ".-_:@[]") for c in text)
+
+
+def command_problems(command: Sequence[str]) -> list[str]:
+    """List the problems of the command that the servers would run."""
+    name, *arguments = command
+    given = [word.partition("=")[0] for word in arguments]
+    problems = []
+    if name not in COMMANDS:
+        problems.append(
+            f"{name} is not a command that takes a strategy{did_you_mean(name, COMMANDS)}; use {', '.join(COMMANDS)}"
+        )
+    if "--launch" in given:
+        problems.append("--launch starts processes on one machine; leave it out of the command")
+    if "--strategy" in given:
+        problems.append("--strategy is added to the command; give it before `--` alone")
+    return problems
+
+
+def server_problems(config: LaunchScriptConfig, strategy: Strategy, hosts: Sequence[str] | None) -> list[str]:
+    """List where the mesh, the servers and the scheduler do not fit together."""
+    size, each = strategy.mesh.size, config.devices_per_server
+    if size > each and size % each:
+        return [
+            f"{strategy.at('mesh')} has {size} ranks, which do not divide into servers of --devices-per-server {each}"
+        ]
+    servers = max(1, size // each)
+    if hosts is not None and len(hosts) != servers:
+        return [f"{config.hosts} names {len(hosts)} servers, and {size} ranks on {each} devices each take {servers}"]
+    if config.scheduler == "ssh" and hosts is None:
+        return ["--scheduler ssh needs --hosts"]
+    return []
+
+
+def script(config: LaunchScriptConfig, size: int, hosts: Sequence[str] | None) -> str:
+    """Build the lines, or the script, that start all servers."""
+    local = min(size, config.devices_per_server)
+    servers, logs = size // local, shlex.quote(str(config.log_dir))
+    line = _line(config, size, local, ADDRESS, NUMBER)
+    if config.scheduler == "none":
+        if servers == 1:
+            return _line(config, size, local) + "\n"
+        master = shlex.quote(hosts[0]) if hosts else "MASTER_ADDR"
+        lines = [] if hosts else ["# Replace MASTER_ADDR by the address of server 0."]
+        for number in range(servers):
+            lines += [f"# server {number}{f': {hosts[number]}' if hosts else ''}"]
+            lines += [_line(config, size, local, master, str(number))]
+        return "\n".join(lines) + "\n"
+    template = {"ssh": SSH, "slurm": SLURM, "modelarts": MODELARTS}[config.scheduler]
+    return template.format(
+        servers=servers,
+        logs=logs,
+        hosts=" ".join(map(shlex.quote, hosts or ())),
+        command=shlex.quote(line) if config.scheduler == "ssh" else line,
+        command_of_task=shlex.quote(f"export NODE_RANK=$SLURM_NODEID; {line}"),
+    )
+
+
+def _line(config: LaunchScriptConfig, size: int, local: int, master: str = "", number: str = "") -> str:
+    """Build the msrun command of a server; `master` and `number` as the shell reads them."""
+    words = ["msrun", f"--worker_num={size}", f"--local_worker_num={local}"]
+    if master and size > local:
+        words += [f"--master_addr={master}", f"--node_rank={number}"]
+    words += [f"--master_port={config.master_port}", "--join=True", f"--log_dir={shlex.quote(str(config.log_dir))}"]
+    return " ".join([*words, '"$(which sporeloom)"', shlex.join([*config.command, "--strategy", str(config.strategy)])])

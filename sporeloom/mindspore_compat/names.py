@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every name of MindSpore that it does not promise to keep: Python's, and C++'s as its libraries export them.
+
+Tried with the versions below. Whatever needs another such name adds it here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mindspore as ms
+
+from sporeloom.mindspore_compat.protobuf import compiled_messages
+
+SUPPORTED_VERSIONS = ("2.9", "2.10")
+
+try:
+    from mindspore._c_expression import MSContext
+    from mindspore._c_expression.typing import type_to_type_id
+    from mindspore.common.dtype import _dtype_to_nptype as numpy_type
+    from mindspore.communication import _comm_helper as comm_helper
+    from mindspore.communication import management as comm_management
+    from mindspore.context import _context as global_context
+    from mindspore.graph._parse import compile_config
+    from mindspore.graph.api import _cell_graph_executor as cell_graph_executor
+    from mindspore.nn.layer.rnns import _DynamicLSTMCPUGPU as FusedLSTM
+    from mindspore.nn.layer.rnns import _DynamicRNNBase as StepwiseRNN
+    from mindspore.ops._grad_experimental.grad_base import bprop_getters
+    from mindspore.ops.function import nn_func
+    from mindspore.ops.function.clip_func import _ClipByGlobalNorm as ClipByGlobalNorm
+    from mindspore.ops.operations._pyfunc_registry import add_pyfunc
+    from mindspore.train import mind_ir_pb2
+except ImportError as missing:
+    raise ImportError(
+        f"MindSpore {ms.__version__} lacks names that partitioning needs: {missing}; use "
+        f"{' or '.join(SUPPORTED_VERSIONS)}"
+    ) from None
+
+try:  # its own partitioner, which MindSpore retires after 2.11
+    from mindspore import reset_auto_parallel_context, set_auto_parallel_context
+    from mindspore.ops._grad_experimental import grad_comm_ops
+    from mindspore.parallel._auto_parallel_context import auto_parallel_context
+    from mindspore.parallel.nn import GradAccumulation, MicroBatchInterleaved
+except ImportError as missing:
+    reset_auto_parallel_context = set_auto_parallel_context = auto_parallel_context = None
+    grad_comm_ops = GradAccumulation = MicroBatchInterleaved = None
+    NO_PARTITIONER = (
+        f"MindSpore {ms.__version__} has no partitioner of its own ({missing}): training and inference on CPU "
+        "processes, dry runs and certificates need none; `engine: mindspore` does, "
+        f"with MindSpore {' or '.join(SUPPORTED_VERSIONS)}"
+    )
+else:
+    NO_PARTITIONER = ""
+
+mind_ir = compiled_messages(mind_ir_pb2)
+
+__all__ = [
+    "NO_PARTITIONER",
+    "ClipByGlobalNorm",
+    "FusedLSTM",
+    "GradAccumulation",
+    "MSContext",
+    "MicroBatchInterleaved",
+    "StepwiseRNN",
+    "add_pyfunc",
+    "auto_parallel_context",
+    "bprop_getters",
+    "cell_graph_executor",
+    "comm_helper",
+    "comm_management",
+    "compile_config",
+    "global_context",
+    "grad_comm_ops",
+    "mind_ir",
+    "nn_func",
+    "numpy_type",
+    "own_parameters",
+    "own_primitives",
+    "reset_auto_parallel_context",
+    "set_auto_parallel_context",
+    "type_to_type_id",
+]
+
+REGISTER_INIT = "_ZN9mindspore9MsContext16RegisterInitFuncERKSsPFvPS0_E"  # MsContext::RegisterInitFunc
+HARMLESS = "_ZNK9mindspore9MsContext14enable_dump_irEv"  # takes a context, does nothing to it
+CURRENT_CONTEXT = "_ZN9mindspore9MsContext11GetInstanceEv"  # MsContext::GetInstance: a new one for each device
+SET_CHIP = "_ZN9mindspore9MsContext22set_ascend_soc_versionERKSs"  # MsContext::set_ascend_soc_version
+LOG_LEVELS = "_ZN9mindspore25g_ms_submodule_log_levelsE"  # int[], by SubModuleId of log_adapter.h
+REGISTER_COMMUNICATOR = "_ZN9mindspore11CommManager8RegisterERKSsRKSt10shared_ptrIS0_E"  # CommManager::Register
+SEARCH_COSTS = "_ZN9mindspore8parallel16entire_costgraphE"  # a shared_ptr: the object, and its reference counter
+RELEASE_OWNER = (
+    "_ZNSt16_Sp_counted_baseILN9__gnu_cxx12_Lock_policyE2EE10_M_releaseEv"  # of such a counter: one owner less
+)
+
+
+def own_primitives(cell: Any) -> dict[str, Any]:
+    """Primitives that a Cell holds as attributes, by name."""
+    found: dict[str, Any] = cell._primitives
+    return found
+
+
+def own_parameters(cell: Any) -> dict[str, Any]:
+    """Parameters that a Cell holds itself, by name."""
+    found: dict[str, Any] = cell._params
+    return found
+
+
+def is_supported_version() -> bool:
+    """Whether this MindSpore is a version that was tested."""
+    return ms.__version__.startswith(tuple(f"{version}." for version in SUPPORTED_VERSIONS))

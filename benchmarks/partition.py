@@ -26,7 +26,8 @@ from report import ROOT, write_report
 from sporeloom.models.family import family_and_size, family_module, size_config
 from sporeloom.parallel.parallelize import parallelize
 from sporeloom.parallel.step import TrainStep
-from sporeloom.runtime.cpu.spmd import compile_for_one_device, decide, partition_for_rank
+from sporeloom.runtime.spmd.compile import compile_for_one_device
+from sporeloom.runtime.spmd.shard import decide, partition_for_rank
 from sporeloom.strategy.config import Pipeline
 from sporeloom.strategy.loader import load_strategy
 from sporeloom.strategy.mesh import Mesh

@@ -130,7 +130,7 @@ def main(descriptors):
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's goes to the tests, who end this process
     prepare_environment()
     importlib.import_module("sporeloom.train.trainer")  # MindSpore, and most of ours
-    importlib.import_module("sporeloom.runtime.cpu.target").pin_cpu()  # whatever the first task is
+    importlib.import_module("sporeloom.mindspore_compat.device").pin_cpu()  # whatever the first task is
     gc.freeze()  # none of it is garbage
     transports = RecordedTransport()
     with socket.socket(fileno=forked(descriptors)) as connection, connection.makefile("rw", encoding="utf-8") as stream:

@@ -8,8 +8,8 @@ import runpy
 import sys
 from pathlib import Path
 
-from sporeloom.runtime.cpu.compilation_cache import SWITCH
 from sporeloom.runtime.environment import launched_rank
+from sporeloom.runtime.spmd.compilation_cache import SWITCH
 
 ROOT = Path(__file__).resolve().parent.parent
 

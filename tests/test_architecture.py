@@ -75,18 +75,19 @@ def test_a_package_imports_only_what_lies_below_it(package):
             assert parts[0] not in FAMILIES, f"{path.name} imports the family {name}"
 
 
-def test_devices_and_cpu_processes_are_two_backends_that_only_the_engine_chooses_between():
+BACKENDS = {"by_mindspore": {"spmd"}, "spmd": set(), "cpu": {"spmd"}}
+"""Package of the runtime -> the others that it may use."""
+
+
+def test_only_the_engine_chooses_between_backends():
     for path in modules("sporeloom/runtime"):
-        used = {name for name in imports(path) if name.startswith("sporeloom.runtime.")}
-        if path.parent.name == "cpu":
-            devices = {f"sporeloom.runtime.{name}" for name in ("engine", "native", "native_spmd")}
-            assert not used & devices, path
-        elif path.name not in (
-            "engine.py",
-            "auto_parallel.py",
-            "native_spmd.py",
-        ):  # the last runs the graphs of CPU processes
-            assert not {name for name in used if name.startswith("sporeloom.runtime.cpu")}, path
+        used = {name.split(".")[2] for name in imports(path) if name.startswith("sporeloom.runtime.")}
+        own = path.parent.name
+        if own in BACKENDS:
+            assert not used & (BACKENDS.keys() - BACKENDS[own] - {own}), path
+            assert "engine" not in used, path
+        elif path.name != "engine.py":
+            assert not used & (BACKENDS.keys() - {"spmd"}), path
 
 
 def test_private_names_of_mindspore_stand_in_one_module():
@@ -104,6 +105,7 @@ INTERNAL_JSON = (
     *(
         "runtime/*",
         "runtime/cpu/*",
+        "runtime/spmd/*",
         "certification/*",
         "data/*",
         "core/locks.py",

@@ -26,7 +26,7 @@ class CacheConfig:
 def main(argv: Sequence[str]) -> int:
     config = parse_args(CacheConfig, __doc__, argv)
     prepare_environment()
-    cache = import_module("sporeloom.runtime.cpu.compilation_cache")  # loads MindSpore
+    cache = import_module("sporeloom.runtime.spmd.compilation_cache")  # loads MindSpore
     if config.what == "clear":
         count, size = cache.clear()
         print(f"removed {counted(count, 'graph', 'graphs')}, {size / 1e6:.1f} MB, from {cache.folder()}")

@@ -3,8 +3,8 @@
 
     sporeloom doctor
 
-Looks at Python, the packages, MindSpore and the private symbols that partitioning leans on, the device it finds, msrun,
-cores, memory, ports and folders. Exit code 1 if something is missing that training needs.
+Looks at Python, the packages, MindSpore, whether a graph can be sharded with it, the device it finds, msrun, cores, memory,
+ports and folders. Exit code 1 if something is missing that training needs.
 """
 
 import importlib.metadata
@@ -106,14 +106,12 @@ def mindspore() -> str:
 
 
 def partitioner() -> str:
-    """Check that the private symbols are there and that a virtual device can be created with them."""
+    """Check that a graph can be compiled, exported and sharded with this MindSpore."""
     try:
-        target = import_module("sporeloom.runtime.cpu.target")
-        with target.virtual_ascend(1, 2):
-            import_module("sporeloom.runtime.compiler").forget_search()
+        import_module("sporeloom.runtime.spmd.trial").shard_a_product()
     except Exception as error:
-        raise MissingError(f"{error}; pip install 'mindspore>=2.9,<2.11'") from None
-    return "partitions for any rank of any cluster"
+        raise MissingError(f"{first_line(error)}; pip install 'mindspore>=2.9,<2.11'") from None
+    return "shards graphs for any rank of any mesh"
 
 
 def device() -> str:
@@ -163,7 +161,7 @@ def folders() -> str:
     """Check that the folders for sockets, compiled graphs and output can be written."""
     with scratch_folder() as meeting:
         scratch = meeting.parent
-    kept = import_module("sporeloom.runtime.cpu.compilation_cache").folder()
+    kept = import_module("sporeloom.runtime.spmd.compilation_cache").folder()
     try:
         kept.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=kept):

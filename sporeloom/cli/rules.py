@@ -118,9 +118,9 @@ def _shapes(net: Any, inputs: Sequence[tuple[tuple[int, ...], Any]]) -> tuple[di
     Raises:
         ConfigError: MindSpore cannot compile the network for these inputs.
     """
-    spmd, mindir = import_module("sporeloom.runtime.cpu.spmd"), import_module("sporeloom.partition.mindir")
+    compiler, mindir = import_module("sporeloom.runtime.spmd.compile"), import_module("sporeloom.partition.mindir")
     import_module("mindspore").set_context(mode=0)  # graphs
-    graph = mindir.read_graph(spmd.compile_for_one_device(net.set_train(False), inputs))
+    graph = mindir.read_graph(compiler.compile_for_one_device(net.set_train(False), inputs))
     types = {**graph.parameters, **graph.inputs}
     for node in graph.nodes:
         types |= zip(node.outputs, node.types, strict=True)

@@ -15,7 +15,7 @@ from sporeloom.partition.graph import Graph, Name, TensorType
 from sporeloom.partition.held import item_size
 from sporeloom.partition.stages import PassKind
 from sporeloom.planner.task import PLAIN_TEXT, TrainedTask
-from sporeloom.runtime.cpu.step_graphs import types_of
+from sporeloom.runtime.spmd.step_graphs import types_of
 from sporeloom.strategy.config import Strategy
 from sporeloom.strategy.layout import Shape
 

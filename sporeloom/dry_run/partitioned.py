@@ -15,13 +15,15 @@ from typing import Any
 from mindspore import nn
 
 from sporeloom.dry_run.cells import DryRunCell, custom_cell, model_cell
+from sporeloom.mindspore_compat.device import pin_cpu
 from sporeloom.mindspore_compat.names import mind_ir
 from sporeloom.models.config import ModelConfig
 from sporeloom.parallel.report import Report
 from sporeloom.parallel.step import TrainStep
 from sporeloom.planner.task import PLAIN_TEXT, TrainedTask
-from sporeloom.runtime.cpu.call_graphs import cut_call, num_microbatches_of
-from sporeloom.runtime.cpu.step_graphs import (
+from sporeloom.runtime.environment import prepare_environment
+from sporeloom.runtime.spmd.call_graphs import cut_call, num_microbatches_of
+from sporeloom.runtime.spmd.step_graphs import (
     Cut,
     CutUpdate,
     compiled_or_cached,
@@ -30,8 +32,6 @@ from sporeloom.runtime.cpu.step_graphs import (
     microbatch_of,
     whole_cell,
 )
-from sporeloom.runtime.cpu.target import pin_cpu
-from sporeloom.runtime.environment import prepare_environment
 from sporeloom.strategy.config import Strategy
 from sporeloom.strategy.layout import Shape
 

@@ -32,7 +32,7 @@ from sporeloom.nn.lora import attach_adapters
 from sporeloom.nn.multi_lora import attach_several_adapters
 from sporeloom.nn.replace import share_parameters
 from sporeloom.parallel.parallelize import parallelize
-from sporeloom.runtime.cpu.executor import Source
+from sporeloom.runtime.spmd.program import Source
 from sporeloom.strategy.config import Strategy
 
 CACHE = ".cache."

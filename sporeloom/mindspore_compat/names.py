@@ -29,7 +29,7 @@ try:
     from mindspore.ops.function import nn_func
     from mindspore.ops.function.clip_func import _ClipByGlobalNorm as ClipByGlobalNorm
     from mindspore.ops.operations._pyfunc_registry import add_pyfunc
-    from mindspore.train import mind_ir_pb2
+    from mindspore.train import mind_ir_pb2, node_strategy_pb2
 except ImportError as missing:
     raise ImportError(
         f"MindSpore {ms.__version__} lacks names that partitioning needs: {missing}; use "
@@ -52,7 +52,7 @@ except ImportError as missing:
 else:
     NO_PARTITIONER = ""
 
-mind_ir = compiled_messages(mind_ir_pb2)
+mind_ir, node_strategy = compiled_messages(mind_ir_pb2), compiled_messages(node_strategy_pb2)
 
 __all__ = [
     "NO_PARTITIONER",
@@ -73,6 +73,7 @@ __all__ = [
     "grad_comm_ops",
     "mind_ir",
     "nn_func",
+    "node_strategy",
     "numpy_type",
     "own_parameters",
     "own_primitives",
@@ -81,12 +82,6 @@ __all__ = [
     "type_to_type_id",
 ]
 
-REGISTER_INIT = "_ZN9mindspore9MsContext16RegisterInitFuncERKSsPFvPS0_E"  # MsContext::RegisterInitFunc
-HARMLESS = "_ZNK9mindspore9MsContext14enable_dump_irEv"  # takes a context, does nothing to it
-CURRENT_CONTEXT = "_ZN9mindspore9MsContext11GetInstanceEv"  # MsContext::GetInstance: a new one for each device
-SET_CHIP = "_ZN9mindspore9MsContext22set_ascend_soc_versionERKSs"  # MsContext::set_ascend_soc_version
-LOG_LEVELS = "_ZN9mindspore25g_ms_submodule_log_levelsE"  # int[], by SubModuleId of log_adapter.h
-REGISTER_COMMUNICATOR = "_ZN9mindspore11CommManager8RegisterERKSsRKSt10shared_ptrIS0_E"  # CommManager::Register
 SEARCH_COSTS = "_ZN9mindspore8parallel16entire_costgraphE"  # a shared_ptr: the object, and its reference counter
 RELEASE_OWNER = (
     "_ZNSt16_Sp_counted_baseILN9__gnu_cxx12_Lock_policyE2EE10_M_releaseEv"  # of such a counter: one owner less

@@ -9,8 +9,8 @@ from pathlib import Path
 import mindspore as ms
 
 
-class TargetError(RuntimeError):
-    """This MindSpore does not support a virtual target."""
+class MissingSymbolError(RuntimeError):
+    """A library of this MindSpore does not export a symbol."""
 
 
 def library(name: str) -> ctypes.CDLL:
@@ -18,5 +18,5 @@ def library(name: str) -> ctypes.CDLL:
     return ctypes.CDLL(str(Path(ms.__file__).parent / "lib" / f"libmindspore_{name}.so"))
 
 
-def lacks(error: Exception) -> TargetError:
-    return TargetError(f"MindSpore {ms.__version__} lacks what partitioning leans on: {error}")
+def lacks(error: Exception) -> MissingSymbolError:
+    return MissingSymbolError(f"MindSpore {ms.__version__} does not export what its partitioner needs here: {error}")

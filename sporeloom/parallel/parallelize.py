@@ -12,7 +12,6 @@ from mindspore import nn
 from sporeloom.core.errors import ConfigError
 from sporeloom.mindspore_compat.names import NO_PARTITIONER, GradAccumulation, MicroBatchInterleaved, numpy_type
 from sporeloom.models.paths import path_matches
-from sporeloom.parallel.cells import ShardBatch
 from sporeloom.parallel.layers import layers_of, matching_cells
 from sporeloom.parallel.report import ParameterReport, Report
 from sporeloom.parallel.sharding import (
@@ -155,7 +154,7 @@ def wrap(net: nn.Cell, strategy: Strategy, accumulate: int = 1) -> nn.Cell:
     if shards_itself(strategy):
         return net  # microbatches are a step's own business there, and interleaving is for devices
     repeats = strategy.mesh.size > 1 and strategy.num_microbatches(accumulate) > 1
-    if repeats and not isinstance(net, ShardBatch):
+    if repeats:
         keep_as_function(net)
     if strategy.micro_batch_interleave > 1:
         net = MicroBatchInterleaved(net, strategy.micro_batch_interleave)

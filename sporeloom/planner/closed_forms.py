@@ -273,7 +273,8 @@ def _expert_traffic(dims: Dimensions, job: Parallelism, stage: int, again: int) 
     counted, m = 4 * (dims.num_experts + 2), job.num_microbatches
     if job.dp > 1:
         found["AllReduce forward"] += 4 * m * with_experts * dims.router_sums
-        # Outside a pipeline the sum of the tokens' loss is there once more: gradients are added by Add (`parallel/sums.py`).
+        # Outside a pipeline the sum of the tokens' loss is there once more: gradients are added by Add
+        # (`runtime/by_mindspore/sums.py`).
         found["AllReduce backward"] += 4 * m * (dims.router_losses + (job.pp == 1)) * bool(with_experts)
     found["AllReduce optimizer"] += counted * with_experts * (job.dp * job.tp > 1)
     found["AllReduce optimizer"] += counted * dims.expert_layers * (job.devices > 1)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interface between the engine and a backend, implemented here for one device, on which MindSpore runs alone.
 
-`native` implements it for several Ascend or GPU devices, `cpu` for several processes that execute MindSpore's graphs.
+`spmd` and `by_mindspore` implement it for Ascend or GPU devices, `cpu` for CPU processes.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
@@ -17,13 +17,32 @@ from numpy.typing import NDArray
 
 from sporeloom.core.errors import ConfigError
 from sporeloom.runtime.compiler import faster_compilation
-from sporeloom.runtime.layouts import ParameterLayout
 from sporeloom.strategy.config import Strategy
+from sporeloom.strategy.layout import Shape
+
+Slices = tuple[slice, ...]
 
 
 def _fast_on_cpu() -> contextlib.AbstractContextManager[None]:
     """Compiler settings: the faster ones on CPU only, because they have never been tried on devices."""
     return faster_compilation() if ms.get_context("device_target") == "CPU" else contextlib.nullcontext()
+
+
+class ParameterLayout(Protocol):
+    """The part of a parameter that each rank of a stage holds."""
+
+    @property
+    def optimizer_group(self) -> str:
+        """Group over which optimizer parallelism (ZeRO) shards dim 0 further; empty if `slices` has that already."""
+        ...
+
+    def operator_slices(self, global_shape: Shape, rank: int) -> Slices:
+        """Slices of the full tensor that the operators of `rank` use."""
+        ...
+
+    def slices(self, global_shape: Shape, rank: int, groups: Mapping[str, Sequence[int]]) -> Slices:
+        """Slices of the full tensor that `rank` stores."""
+        ...
 
 
 class Backend:
@@ -39,7 +58,7 @@ class Backend:
         self.layouts: dict[str, ParameterLayout] = {}
         """Layouts of all parameters and optimizer states that were compiled for several devices."""
         self.groups: dict[str, list[int]] = {}
-        """Communication groups that the compiler created: name -> ranks."""
+        """Communication groups: name -> ranks."""
         self.rounded: Counter[str] = Counter()
         """Kinds of operators of the largest graph whose float32 results are rounded to bfloat16 -> how many of each."""
         self.told_of_graph = ""

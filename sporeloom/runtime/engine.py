@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections import Counter
 from typing import Any
@@ -14,15 +13,12 @@ from mindspore import Parameter, Tensor, nn, ops
 from numpy.typing import NDArray
 
 from sporeloom.core.errors import ConfigError
-from sporeloom.mindspore_compat.symbols import TargetError
 from sporeloom.parallel.report import ParameterReport, Report
 from sporeloom.runtime.backend import Backend
+from sporeloom.runtime.by_mindspore.devices import Devices
 from sporeloom.runtime.cpu.processes import CpuProcesses
-from sporeloom.runtime.cpu.spmd_processes import SpmdProcesses
-from sporeloom.runtime.cpu.target import pin_cpu
 from sporeloom.runtime.environment import launched_processes
-from sporeloom.runtime.native import Devices
-from sporeloom.runtime.native_spmd import SpmdDevices
+from sporeloom.runtime.spmd.devices import SpmdDevices
 from sporeloom.strategy.checks import launch_problems
 from sporeloom.strategy.config import Strategy
 
@@ -34,7 +30,12 @@ def _join(strategy: Strategy, target: str) -> Backend:
         ConfigError: the partitioner does not support the strategy, or the number of processes differs from its mesh.
     """
     if target == "CPU":
-        return SpmdProcesses.join(strategy) if strategy.is_spmd else CpuProcesses.join(strategy)
+        if not strategy.is_spmd:
+            raise ConfigError(
+                f"{strategy.at('engine')}: MindSpore's partitioner is for Ascend and GPU devices, and this process has none; "
+                "remove the line"
+            )
+        return CpuProcesses.join(strategy)
     if problems := strategy.device_problems():
         raise ConfigError(problems)
     return SpmdDevices.join(strategy) if strategy.is_spmd else Devices.join(strategy)
@@ -63,11 +64,8 @@ class Engine:
         ms.set_context(mode=ms.GRAPH_MODE)
         if strategy.mesh.size > 1:
             return cls(strategy, target, _join(strategy, target))
-        if target == "CPU":
-            if strategy.offload:
-                raise ConfigError(f"{strategy.at('offload')}: one CPU device has one memory; leave it out")
-            with contextlib.suppress(TargetError):  # needed only by a later virtual target, which raises it
-                pin_cpu()
+        if target == "CPU" and strategy.offload:
+            raise ConfigError(f"{strategy.at('offload')}: one CPU device has one memory; leave it out")
         return cls(strategy, target, Backend(strategy))
 
     @property

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from sporeloom.core.errors import ConfigError
 from sporeloom.parallel.report import Report
+from sporeloom.runtime.backend import Slices
 from sporeloom.runtime.engine import Engine
-from sporeloom.runtime.layouts import Slices
 
 Array = NDArray[Any]
 

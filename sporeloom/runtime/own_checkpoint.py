@@ -35,16 +35,10 @@ def save_checkpoint(network: nn.Cell, path: str | Path) -> None:
         raise ConfigError(f"save_checkpoint: {path} has to end with {' or '.join(f'.{name}' for name in FORMATS)}")
     engine, report, held = parallel.engine, parallel.report, list(parallel.network.get_parameters())
     several = engine.strategy.mesh.size > 1
-    if several and not engine.partitions_itself:
-        raise ConfigError(
-            "save_checkpoint: on devices call ms.save_checkpoint(net, ..., integrated_save=True), a file a rank"
-        )
     if several and not engine.backend.layouts:
         raise ConfigError(
             "save_checkpoint: the network has not run yet, so nothing was trained; call it after the first step"
         )
-    if several and report.tied:
-        engine.refresh(parallel.whole, report)
     names = {parameter.name for parameter in held} & report.by_name.keys()
     whole = gather_whole(parallel.network, engine, report, path.with_name(f".{path.name}.parts"), names.__contains__)
     if whole is not None:

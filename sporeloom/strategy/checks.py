@@ -315,10 +315,10 @@ def check_own_network(strategy: Strategy) -> None:
     Raises:
         ConfigError: the strategy has it.
     """
-    if strategy.stage_of_loss < strategy.mesh.pp - 1 and not strategy.is_spmd:
+    if strategy.engine == "mindspore":
         raise ConfigError(
-            f"{strategy.at('pipeline.schedule')}: {strategy.pipeline.schedule} computes the loss on the first "
-            "stage, where a custom training script does not read it; use 1f1b, gpipe or seqpipe"
+            f"{strategy.at('engine')}: MindSpore's partitioner is for the model families only: it computes wrong gradients "
+            "of some custom networks without a message; remove the line"
         )
     if strategy.optimizer_on_host:
         raise ConfigError(

@@ -19,8 +19,10 @@ from sporeloom.core.files import flush_all, partial_name
 from sporeloom.core.hashes import write_hashes
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import family_module
-from sporeloom.parallel.parallelize import parallelize, wrap
-from sporeloom.runtime.cpu.partition import partition
+from sporeloom.parallel.parallelize import parallelize
+from sporeloom.parallel.parts import held_part
+from sporeloom.parallel.report import ParameterReport, Report
+from sporeloom.runtime.by_mindspore.layout_files import layout_file
 from sporeloom.strategy.config import Strategy
 from sporeloom.train.saving import logical_name
 
@@ -31,18 +33,28 @@ def write_rank_files(
     folder: Path, weights: Mapping[str, NDArray[Any]], family: str, model: ModelConfig, strategy: Strategy
 ) -> None:
     """Write `rank_0/checkpoint_0.ckpt`, ... under the network's parameter names, and `layouts/` with what MindSpore's
-    `transform_checkpoints` needs to know of them. Each rank is compiled; its parts are the compiler's.
+    `transform_checkpoints` needs to know of them. Shards follow from the rules of the strategy; nothing is compiled.
 
     Raises:
-        ConfigError: the folder exists.
+        ConfigError: the folder exists, or the rules do not fit the model.
     """
     if folder.exists():
         raise ConfigError(f"{folder}: exists; choose another name")
     strategy, partial = strategy.by_mindspore(), partial_name(folder)
+    with no_init_parameters():
+        net = family_module(family, "model").ModelWithLoss(model)
+    report = parallelize(net, strategy)
+    mesh = strategy.mesh
     try:
         (partial / LAYOUTS).mkdir(parents=True)
-        for rank in range(strategy.mesh.size):
-            _write_rank(partial, rank, weights, family, model, strategy)
+        for rank in range(mesh.size):
+            stage = mesh.coordinate(rank, "pp")
+            held = [parameter for parameter in report.parameters if stage in _stages(parameter, report, strategy)]
+            shards = {p.name: weights[logical_name(p.name)][held_part(p, mesh, rank)] for p in held}
+            entries = [{"name": name, "data": Tensor(np.ascontiguousarray(shard))} for name, shard in shards.items()]
+            (partial / f"rank_{rank}").mkdir()
+            ms.save_checkpoint(entries, str(partial / f"rank_{rank}" / f"checkpoint_{rank}.ckpt"))
+            (partial / LAYOUTS / f"strategy_{rank}.ckpt").write_bytes(layout_file(held, net, mesh, stage))
         write_hashes(partial)
         flush_all(partial)
         partial.rename(folder)
@@ -50,27 +62,6 @@ def write_rank_files(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write_rank(
-    folder: Path,
-    rank: int,
-    weights: Mapping[str, NDArray[Any]],
-    family: str,
-    model: ModelConfig,
-    strategy: Strategy,
-) -> None:
-    with no_init_parameters():
-        net = family_module(family, "model").ModelWithLoss(model)
-    report = parallelize(net, strategy)
-    shape = (strategy.mesh.dp * strategy.num_parts(), model.seq_len)
-    inputs = [(shape, np.int32)] * 3 + [(shape, np.float32)]
-    layouts_file = folder / LAYOUTS / f"strategy_{rank}.ckpt"
-    graph = partition(wrap(net, strategy).set_train(False), strategy, rank, inputs, layouts_file)
-    entries = []
-    for parameter in report.parameters:
-        if parameter.name in graph.parameters:
-            slices = graph.layouts[parameter.name].slices(parameter.global_shape, rank, graph.groups)
-            part = np.ascontiguousarray(weights[logical_name(parameter.name)][slices])
-            entries.append({"name": parameter.name, "data": Tensor(part)})
-    target = folder / f"rank_{rank}"
-    target.mkdir()
-    ms.save_checkpoint(entries, str(target / f"checkpoint_{rank}.ckpt"))
+def _stages(parameter: ParameterReport, report: Report, strategy: Strategy) -> set[int]:
+    """Stages that hold a parameter: a tied one is in the last stage as well."""
+    return {parameter.stage, strategy.stage_of_loss if parameter.name in report.tied else parameter.stage}

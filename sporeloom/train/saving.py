@@ -36,8 +36,8 @@ from sporeloom.core.lines import split_lines
 from sporeloom.core.log import milestone
 from sporeloom.models.adapters import is_adapter
 from sporeloom.parallel.report import Report
-from sporeloom.runtime.cpu.executor import Source
 from sporeloom.runtime.engine import Engine
+from sporeloom.runtime.spmd.program import Source
 
 WEIGHTS = "model."
 STATES = (WEIGHTS, "value_head.", *MOMENTS)

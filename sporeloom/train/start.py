@@ -27,8 +27,8 @@ from sporeloom.nn.flash import has_flash
 from sporeloom.parallel.parallelize import parallelize, wrap
 from sporeloom.parallel.report import Report
 from sporeloom.parallel.step import TrainStep
-from sporeloom.runtime.cpu.drawing import drawing_later
 from sporeloom.runtime.engine import Engine
+from sporeloom.runtime.spmd.drawing import drawing_later
 from sporeloom.train.adafactor import Adafactor
 from sporeloom.train.config import Run, TrainingConfig, is_sharded
 from sporeloom.train.loss_scale import LossScale

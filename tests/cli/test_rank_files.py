@@ -17,7 +17,12 @@ def convert(*arguments):
 
 @pytest.mark.parametrize(
     ("strategy", "layouts", "parts"),
-    [("pangu_tiny_dp2_tp2_zero", "layouts/strategy_0.ckpt", 4), ("pangu_tiny_tp2_pp2", "layouts", 2)],
+    [
+        ("pangu_tiny_dp2_tp2_zero", "layouts/strategy_0.ckpt", 4),
+        ("pangu_tiny_dp4_zero", "layouts/strategy_0.ckpt", 4),
+        ("pangu_tiny_tp2_pp2", "layouts", 2),
+        ("pangu_tiny_dp2_pp2_zero", "layouts", 2),
+    ],
 )
 def test_there_and_back_is_bit_identical(checkpoint, tmp_path, strategy, layouts, parts):
     ranks, back = tmp_path / "ranks", tmp_path / "back"

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Graphs of single ranks, for the tests of dry runs, inference and recomputation: what is counted in them."""
 
-import contextlib
 import dataclasses
-import re
-import unittest.mock
 from collections import Counter
 
 import numpy as np
@@ -17,14 +14,11 @@ from sporeloom.dry_run.config import DryRunConfig, check
 from sporeloom.dry_run.summary import summarize
 from sporeloom.dry_run.work import COLLECTIVES
 from sporeloom.inference.model import build_model
-from sporeloom.models.family import family_module, size_config
-from sporeloom.parallel.parallelize import parallelize, wrap
+from sporeloom.models.family import size_config
+from sporeloom.parallel.parallelize import parallelize
 from sporeloom.parallel.step import TrainStep
-from sporeloom.runtime.cpu import partition as compilation
-from sporeloom.runtime.cpu.lowering import attributes
-from sporeloom.runtime.cpu.partition import partition
-from sporeloom.runtime.cpu.spmd import compile_for_one_device
-from sporeloom.runtime.cpu.step_graphs import cut_cell, whole_cell
+from sporeloom.runtime.spmd.compile import compile_for_one_device
+from sporeloom.runtime.spmd.step_graphs import cut_cell, whole_cell
 from sporeloom.strategy.loader import load_strategy
 from sporeloom.train.optim import SGD
 
@@ -76,35 +70,6 @@ def by_depth(path, model, rank):
     compiled = [compile_stage(*depth) for depth in reduced_depths(config, strategy, rank)]
     whole, fast = compile_stage(config, strategy), full_depth(config, strategy, rank, compiled)
     return [dataclasses.asdict(report) for report in (whole, fast)]
-
-
-def both_ways(path):
-    """Every node of a training step, as MindSpore compiles it by itself and by our faster way."""
-    strategy, found = load_strategy(path).by_mindspore(), []
-    for context in (contextlib.nullcontext, compilation.faster_compilation):
-        config = dataclasses.replace(size_config("pangu", "tiny"), num_layers=2)
-        net = family_module("pangu", "model").ModelWithLoss(config)
-        report = parallelize(net, strategy)
-        step = TrainStep(wrap(net, strategy), SGD(net.trainable_params()), report, 0, None, 1.0).set_train()
-        shapes = [((8, 16), np.int32)] * 3 + [((8, 16), np.float32), ((8, 16), np.int32)]
-        with unittest.mock.patch.object(compilation, "faster_compilation", context):
-            graph = partition(step, strategy, 0, shapes)
-        found.append(_nodes(graph.model))
-    return found
-
-
-def _nodes(model):
-    """Kind, place, and attributes but MindSpore's own numbering of each node, and how many there are."""
-    primitives = {p.name: p for p in model.primitives}
-    nodes = Counter()
-    for graph in (model.graph, *model.functions):
-        for node in graph.node:
-            primitive = primitives.get(node.op_type.removeprefix("REF::"))
-            values = attributes(primitive) if primitive else {}
-            shown = {k: v for k, v in values.items() if k in ("group", "op", "fusion", "mean_flag", "rank_size")}
-            kind = primitive.op_type if primitive else "call" if node.op_type.startswith("REF::") else node.op_type
-            nodes[f"{kind} {re.sub(r'[0-9]+', '', node.domain)} {sorted(shown.items())}"] += 1
-    return nodes
 
 
 def dry_run_values(arguments):

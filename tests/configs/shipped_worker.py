@@ -11,6 +11,7 @@ from pathlib import Path
 import mindspore as ms
 import numpy as np
 from mindspore.nn.utils import no_init_parameters
+from mindspore_partitioner import WORLD, partition, virtual_ascend
 
 from sporeloom.dry_run.compile import compile_ranks
 from sporeloom.models.family import family_and_size, family_module, size_config
@@ -18,8 +19,6 @@ from sporeloom.parallel.parallelize import parallelize, wrap
 from sporeloom.parallel.step import TrainStep
 from sporeloom.planner.closed_forms import collective_bytes, job_of, parameter_bytes
 from sporeloom.planner.dimensions import of_decoder
-from sporeloom.runtime.cpu.partition import partition
-from sporeloom.runtime.cpu.target import WORLD, virtual_ascend
 from sporeloom.runtime.environment import launched_processes, launched_rank
 from sporeloom.strategy.loader import load_strategy
 from sporeloom.train.optim import AdamW

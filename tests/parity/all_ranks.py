@@ -12,11 +12,12 @@ import numpy as np
 from mindspore import Tensor, nn
 
 from sporeloom.mindspore_compat.names import mind_ir
+from sporeloom.partition.layout import ValueLayout
 from sporeloom.partition.mindir import Proto, read_graph
 from sporeloom.partition.propagate import shard_graph
 from sporeloom.partition.rank_mindir import write_rank
-from sporeloom.runtime.cpu.lowering import attributes, names_group
-from sporeloom.runtime.cpu.spmd import GridLayout, ValueLayout
+from sporeloom.runtime.spmd.collectives import attributes, names_group
+from sporeloom.runtime.spmd.shard import GridLayout
 
 BY_TWOS = {"sum": "Add", "max": "Maximum", "min": "Minimum", "prod": "Mul"}
 SHAPE = "shape"

@@ -15,15 +15,15 @@ import schedule_worker
 from mindspore import Tensor
 
 from sporeloom.certification.training import decoder_batches
+from sporeloom.mindspore_compat.device import pin_cpu
 from sporeloom.models.family import family_module, size_config
 from sporeloom.parallel.parallelize import parallelize
 from sporeloom.runtime import engine
 from sporeloom.runtime.cpu import lowering
 from sporeloom.runtime.cpu.processes import CpuProcesses
-from sporeloom.runtime.cpu.target import pin_cpu
 from sporeloom.runtime.cpu.transport import Collectives, Transport
 from sporeloom.runtime.environment import job_name, launched_rank
-from sporeloom.runtime.native_spmd import Communication, DeviceProgram, SpmdDevices
+from sporeloom.runtime.spmd.devices import Communication, DeviceProgram, SpmdDevices
 from sporeloom.strategy.config import SINGLE_DEVICE
 from sporeloom.strategy.loader import strategy_of
 

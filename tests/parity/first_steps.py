@@ -11,8 +11,8 @@ from planted_networks import BY_ROW, GRID, NETWORKS, FirstStep
 
 from sporeloom.certification.proof import LIMITS
 from sporeloom.partition.grid import DeviceGrid
-from sporeloom.runtime.cpu.spmd import compile_for_one_device
 from sporeloom.runtime.one_device import Comparison
+from sporeloom.runtime.spmd.compile import compile_for_one_device
 
 
 class FirstSteps:

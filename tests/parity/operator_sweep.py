@@ -22,7 +22,7 @@ from sporeloom.partition.grid import DeviceGrid
 from sporeloom.partition.held import PartitionError
 from sporeloom.partition.mindir import read_graph
 from sporeloom.runtime.compiler import faster_compilation
-from sporeloom.runtime.cpu.spmd import compile_for_one_device
+from sporeloom.runtime.spmd.compile import compile_for_one_device
 
 X = drawn(ROWS, COLUMNS, seed=0)
 VALUES = {

@@ -3,17 +3,15 @@
 
 import contextlib
 import functools
-import unittest.mock
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
+from planted_faults import planted
 
 from sporeloom import auto_parallel
 from sporeloom.core.errors import ConfigError
 from sporeloom.runtime import auto_parallel as module
-from sporeloom.runtime import compiler
-from sporeloom.runtime.cpu import partition
 from sporeloom.runtime.environment import launched_processes, launched_rank
 
 STEPS = 3
@@ -315,8 +313,8 @@ CASES |= {
 }
 
 
-def outcomes(names, engine=None, check=False):
-    """{name: losses, or the message}; without an engine on one device."""
+def outcomes(names, check=False):
+    """{name: losses, or the message}; one process is one device."""
     ms.set_device("CPU")
     ms.set_context(mode=ms.GRAPH_MODE)
     module._engines.clear()
@@ -324,7 +322,7 @@ def outcomes(names, engine=None, check=False):
     for name in names:
         make, settings, way = CASES[name]
         try:
-            net = auto_parallel(make(), **settings, engine=engine, check=check) if engine else make()
+            net = auto_parallel(make(), **settings, check=check) if launched_processes() > 1 else make()
             step = way(net)
             told[name] = [float(step(Tensor(drawn(8, 6, seed=1))).asnumpy()) for _ in range(STEPS)]
         except ConfigError as error:
@@ -335,13 +333,9 @@ def outcomes(names, engine=None, check=False):
 
 
 def checked(names, fault):
-    """`outcomes` with check=True, of a product with a fault."""
-    with contextlib.ExitStack() as patches:
-        if fault:
-            patches.enter_context(unittest.mock.patch.object(partition, "check_graph"))
-        if fault == "sums":
-            patches.enter_context(unittest.mock.patch.object(compiler, "add_by_pairs"))
-        return outcomes(names, "mindspore" if fault else "spmd", True)
+    """`outcomes` with check=True, of a partitioner with a fault."""
+    with planted(fault) if fault else contextlib.nullcontext():
+        return outcomes(names, True)
 
 
 def fed(what):

@@ -11,9 +11,9 @@ from sporeloom.certification.training import decoder_batches
 from sporeloom.models.family import family_module, size_config
 from sporeloom.parallel.parallelize import parallelize, wrap
 from sporeloom.parallel.step import TrainStep
-from sporeloom.runtime.cpu.pipeline import StagePrograms
 from sporeloom.runtime.engine import Engine
 from sporeloom.runtime.gather import gather_whole
+from sporeloom.runtime.spmd.pipeline import StagePrograms
 from sporeloom.strategy.config import SINGLE_DEVICE
 from sporeloom.strategy.loader import strategy_of
 from sporeloom.train.optim import AdamW

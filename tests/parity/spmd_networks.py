@@ -17,11 +17,12 @@ from spmd_functions import COLUMNS, FUNCTIONS, ROWS
 from sporeloom.core.errors import ConfigError
 from sporeloom.mindspore_compat.names import mind_ir
 from sporeloom.partition.grid import DeviceGrid
-from sporeloom.runtime.cpu.executor import Program
-from sporeloom.runtime.cpu.partition import describe_inputs
 from sporeloom.runtime.cpu.processes import CpuProcesses
-from sporeloom.runtime.cpu.spmd import Decisions, compile_for_one_device, partition_for_rank
+from sporeloom.runtime.cpu.program import Program
 from sporeloom.runtime.cpu.transport import Collectives
+from sporeloom.runtime.spmd.compile import compile_for_one_device
+from sporeloom.runtime.spmd.rank_graph import describe_inputs
+from sporeloom.runtime.spmd.shard import Decisions, partition_for_rank
 from sporeloom.strategy.loader import strategy_of
 
 STEPS = 3

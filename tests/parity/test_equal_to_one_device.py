@@ -43,7 +43,6 @@ CASES = [
     "pangu_tiny_dp2_cp2_ulysses+dropout+shallow",
     "pangu_tiny_dp2_tp2_sp+dropping+dropout+embedded+shallow",
     "pangu_tiny_tp2_pp2_recompute+dropping",
-    "pangu_tiny_tp2_pp2_recompute+dropping+after_mindspores",
     "pangu_pro_moe_tiny_ep2_tp2+moge+shallow",
     "pangu_pro_moe_tiny_ep2_pp2+moe+shallow",  # the last stage has no experts
     "pangu_pro_moe_tiny_ep2_tp2+moge+ep_over_tp+shallow",
@@ -56,12 +55,6 @@ CASES = [
     "pangu_pro_moe_tiny_ep2_tp2+latent_moe+shallow",
     "pangu_pro_moe_tiny_ep2_tp2+sigma+shallow",  # texts of two domains
 ]
-SPMD = list(CASES)
-BY_MINDSPORE = [  # by its partitioner, which devices take if the strategy says so
-    "pangu_tiny_tp2_pp2+embedded+shallow",
-    "pangu_tiny_dp2_tp2_zero+accumulate+dropout+ultra+shallow",
-    "pangu_pro_moe_tiny_ep2_tp2+moge+shallow",
-]
 IN_SHORT = [
     "pangu_tiny_dp2_tp2+clip+shallow",
     "pangu_tiny_dp2_tp2_zero+accumulate+dropout+ultra+shallow",
@@ -71,7 +64,6 @@ IN_SHORT = [
     "pangu_tiny_tp2_pp2+embedded+shallow",
     "pangu_tiny_dp2_pp2_zero+clip+shallow",
 ]
-CASES += [f"{case}+mindspore" for case in BY_MINDSPORE]
 LIKE_WITHOUT = (
     "accumulate",
     "copies",
@@ -81,8 +73,6 @@ LIKE_WITHOUT = (
     "zero_bubble_v",
     "offload",
     "again",
-    "mindspore",
-    "after_mindspores",
     "ep_over_tp",
 )
 """Options of a mesh: one device is compared without them."""
@@ -110,9 +100,7 @@ def results(tmp_path_factory):
         alone = name == "one_device"
         if case not in done:
             path = name if alone else CONFIGS / f"{name}.yaml"
-            # After full sharding MindSpore recomputes the reading of weights in all that it compiles.
-            fresh = "after_mindspores" in options or ("mindspore" in options and ("_pp" in name or "again" in options))
-            call(WORKER, "train", path, options, out / case, processes=1 if alone else 4, fresh=fresh)
+            call(WORKER, "train", path, options, out / case, processes=1 if alone else 4)
             done.add(case)
         numbers = json.loads((out / f"{case}.{optimizer}.json").read_text())
         with np.load(out / f"{case}.{optimizer}.npz") as archive:
@@ -153,7 +141,7 @@ def test_weights_after_five_steps_of_sgd(results, case):
         np.testing.assert_allclose(got[name], value, rtol=0, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("case", cases(SPMD))
+@pytest.mark.parametrize("case", cases(CASES))
 def test_no_operator_is_computed_whole_by_all_ranks(results, case):
     results(case, "SGD")
     found = json.loads((results.folder / f"{case}.sharded.json").read_text())

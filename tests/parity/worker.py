@@ -110,8 +110,6 @@ def train(path: str, options: list[str], out: str) -> None:
         )
     if "ep_over_tp" in options and strategy.mesh.size > 1:
         strategy = dataclasses.replace(strategy, mesh=Mesh(dp=2, ep=4, tp=2))
-    if "mindspore" in options:
-        strategy = strategy.by_mindspore()
     if "copies" in options and strategy.mesh.size > 1:
         strategy = dataclasses.replace(strategy, micro_batch_interleave=2)
     accumulate, clip = 2 if "accumulate" in options else 1, 0.5 if "clip" in options else None
@@ -120,18 +118,12 @@ def train(path: str, options: list[str], out: str) -> None:
     else:
         engine, report = train_decoder(family, config, strategy, Path(out), BATCH, accumulate, clip)
     check_report(report, engine)
-    if "offload" in options and strategy.mesh.size > 1 and not strategy.is_spmd:
-        kinds = {p.op_type for graph in graphs_of(engine) for p in graph.model.primitives}
-        assert "MoveTo" in kinds
     if strategy.is_spmd and engine.is_log_rank:
         unsharded, kinds = Counter(), Counter()
         for sharded in engine.backend.sharded:
             unsharded += sharded.unsharded
             kinds += Counter(f"{c.kind} over {', '.join(c.axes)}" for c in sharded.communications)
         Path(f"{out}.sharded.json").write_text(json.dumps({"unsharded": unsharded, "communications": kinds}))
-    if config.attention == "flash" and not strategy.is_spmd:  # which one device computes plainly
-        for graph in graphs_of(engine):
-            assert "FlashAttentionScoreGrad" in {p.op_type for p in graph.model.primitives}
     engine.close()
 
 

@@ -12,7 +12,7 @@ from conftest import ROOT
 from sporeloom.core.files import make_private, read_private
 from sporeloom.inference import kernels
 from sporeloom.inference.kernels import kernel_library
-from sporeloom.runtime.cpu import compilation_cache
+from sporeloom.runtime.spmd import compilation_cache
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler (cc)")
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
@@ -184,6 +184,6 @@ def test_a_kept_graph_that_others_may_write_is_not_read(tmp_path, capsys):
     compilation_cache._write(tmp_path / "a.graph", body)
     assert (tmp_path / "a.graph").stat().st_mode & 0o777 == 0o600
     (tmp_path / "a.graph").chmod(0o666)
-    assert compilation_cache._read(tmp_path / "a.graph", 0.0) is None
+    assert compilation_cache._read(tmp_path / "a.graph") is None
     assert "is not used: not a file that user" in capsys.readouterr().err
     assert (tmp_path / "a.graph").exists()

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CPU processes without devices: MindSpore partitions graphs for a virtual Ascend, and its CPU kernels execute them."""
+"""CPU processes: transport between them, and CPU kernels for what MindSpore has only on devices."""

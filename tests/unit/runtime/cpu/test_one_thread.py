@@ -6,7 +6,8 @@ import random
 import pytest
 
 from sporeloom.mindspore_compat.names import mind_ir
-from sporeloom.runtime.cpu.ordering import Message, chain, common_order, dependencies, from_lists, to_lists
+from sporeloom.runtime.cpu.ordering import common_order, dependencies, from_lists, to_lists
+from sporeloom.runtime.spmd.message_chain import Message, chain
 
 SEEDS = range(120)
 
@@ -37,13 +38,8 @@ def random_job(seed):
     draw = random.Random(seed)
     ranks = [Rank() for _ in range(draw.randint(2, 8))]
     for number in range(draw.randint(2, 24)):
-        if draw.random() < 0.6:
-            source, target = draw.sample(range(len(ranks)), 2)
-            sides = [(source, Message("send", (source, target), str(number)))]
-            sides.append((target, Message("receive", (source, target), str(number))))
-        else:
-            group = tuple(sorted(draw.sample(range(len(ranks)), draw.randint(2, len(ranks)))))
-            sides = [(member, Message("collective", group, str(number))) for member in group]
+        group = tuple(sorted(draw.sample(range(len(ranks)), draw.randint(2, len(ranks)))))
+        sides = [(member, Message(group, str(number))) for member in group]
         for rank, message in sides:
             ranks[rank].add(draw.choice(ranks[rank].values), message)
             for _ in range(draw.randint(0, 2)):
@@ -55,7 +51,7 @@ def stands_still(ranks, seed):
     """Run all ranks with one thread each. Returns what each waits in for ever; empty if all came to their end."""
     draw = random.Random(seed)
     todo = [{node.output[0]: list(node.input) for node in rank.model.graph.node} for rank in ranks]
-    waiting, sent, arrived = {}, set(), {}
+    waiting, arrived = {}, {}
     while any(todo):
         moved = False
         for number in draw.sample(range(len(ranks)), len(ranks)):
@@ -65,14 +61,10 @@ def stands_still(ranks, seed):
                 if not ready:
                     continue
                 waiting[number], moved = draw.choice(ready), True
-                if (message := messages.get(waiting[number])) and message.kind == "collective":
+                if message := messages.get(waiting[number]):
                     arrived.setdefault(message, set()).add(number)
             message = messages.get(waiting[number])
-            if message is None or message.kind == "send":
-                sent.add(message)
-            elif (message.kind == "receive" and message._replace(kind="send") not in sent) or (
-                message.kind == "collective" and arrived[message] != set(message.ranks)
-            ):
+            if message is not None and arrived[message] != set(message.ranks):
                 continue
             del nodes[waiting.pop(number)]
             moved = True
@@ -81,12 +73,12 @@ def stands_still(ranks, seed):
     return {}
 
 
-def chained(ranks, kept=lambda message: True):
+def chained(ranks):
     order = common_order(
         {i: from_lists(to_lists(dependencies(rank.model.graph, rank.messages))) for i, rank in enumerate(ranks)}
     )
     for rank in ranks:
-        chain(rank.model, rank.messages, [message for message in order if kept(message)])
+        chain(rank.model, rank.messages, order)
     return ranks
 
 
@@ -99,9 +91,3 @@ def test_chained_graphs_come_to_their_end(seed):
 
 def test_the_simulator_sees_what_goes_wrong_without_a_chain():
     assert sum(bool(stands_still(random_job(seed), seed)) for seed in SEEDS) > 50
-
-
-def test_it_sees_what_goes_wrong_when_sends_are_left_out():
-    """As this project once did: a receive takes the only thread before the send its partner needs."""
-    unsent = [chained(random_job(seed), lambda message: message.kind != "send") for seed in SEEDS]
-    assert any(stands_still(ranks, seed) for ranks in unsent for seed in range(10))

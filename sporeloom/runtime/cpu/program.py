@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank's graph in a CPU process."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import mindspore as ms
+from mindspore import Parameter, Tensor, nn
+
+from sporeloom.core.errors import ConfigError
+from sporeloom.runtime.cpu.find_nan import NanFinder
+from sporeloom.runtime.cpu.lowering import lower
+from sporeloom.runtime.cpu.transport import Transport
+from sporeloom.runtime.spmd.program import LoadedProgram, materialize
+from sporeloom.runtime.spmd.rank_graph import RankGraph
+
+_MISSING = re.compile(r"Unsupported op \[(\w+)\] on CPU")
+WITHOUT_KERNEL = "one device has none either; use another operator, optimizer or step, or element type"
+
+
+class Program(LoadedProgram):
+    """A graph in a CPU process, whose collectives are functions of `transport`."""
+
+    def __init__(
+        self,
+        graph: RankGraph,
+        cell: nn.Cell,
+        transport: Transport,
+        name: str,
+        nan_finder: NanFinder | None = None,
+        among: Sequence[int] | None = None,
+    ):
+        messages, self.widened = lower(graph.model, transport, graph.groups, name, among)
+        if nan_finder:
+            nan_finder.watch(graph.model, messages)
+        owners = {parameter.name: parameter for parameter in cell.get_parameters()}
+        materialize(owners.values(), graph)
+        for name in self.widened.parameters:
+            owners[name] = _in_float32(owners[name])
+        super().__init__(graph, owners)
+
+    def run(self, inputs: Sequence[Tensor]) -> Any:
+        try:
+            return super().run(inputs)
+        except (RuntimeError, TypeError) as error:
+            if missing := _MISSING.search(str(error)):
+                raise ConfigError(f"MindSpore has no kernel of {missing[1]} for CPUs: {WITHOUT_KERNEL}") from None
+            raise
+
+
+def _in_float32(parameter: Parameter) -> Parameter:
+    """The float32 copy of a bfloat16 parameter, such as a cache, which all programs share."""
+    if not hasattr(parameter, "in_float32"):
+        parameter.in_float32 = Parameter(parameter.astype(ms.float32), requires_grad=False)
+    return parameter.in_float32

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs graphs that `sporeloom.partition` shards: compiles them once for one device, and schedules their passes."""

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank's graph, loaded by MindSpore, and its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, nn
+from numpy.typing import NDArray
+
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.scratch import scratch_folder
+from sporeloom.runtime.spmd.rank_graph import RankGraph
+
+
+@dataclass(frozen=True)
+class Source:
+    """The source of a parameter's value, set as its attribute `source`."""
+
+    shape: tuple[int, ...]
+    read: Callable[[tuple[slice, ...]], NDArray[Any]]
+    """Returns a slice of the value."""
+
+    @classmethod
+    def of_zeros(cls, shape: Sequence[int]) -> Source:
+        """The source of parameters that are set later."""
+        return cls(tuple(shape), lambda slices: np.zeros([s.stop - s.start for s in slices], np.float32))
+
+    @property
+    def whole(self) -> tuple[slice, ...]:
+        return tuple(slice(0, length) for length in self.shape)
+
+
+class LoadedProgram:
+    """A rank's graph, loaded by MindSpore and ready to run. Its parameters share storage with those of its Cell.
+
+    Args:
+        owners: name -> parameter of the Cell.
+
+    Raises:
+        ConfigError: the graph has a parameter that is not among them.
+    """
+
+    def __init__(self, graph: RankGraph, owners: Mapping[str, Parameter]):
+        self.graph = graph
+        held = (parameter.name.rpartition(":")[2] for parameter in graph.model.graph.parameter)
+        if lost := [name for name in held if name not in owners]:
+            raise ConfigError(
+                f"the graph uses the parameter {lost[0]}, which no Cell of the network or step owns: make what holds it an "
+                "attribute of one"
+            )
+        with scratch_folder() as folder:
+            path = folder / "rank.mindir"
+            path.write_bytes(graph.model.SerializeToString())
+            self.cell = nn.GraphCell(ms.load(str(path)))
+        # Both share one storage from now on.
+        self._pairs = [(parameter, owners[parameter.name]) for parameter in self.cell.get_parameters()]
+        for parameter, owner in self._pairs:
+            parameter.set_data(owner)
+
+    @property
+    def graphs(self) -> Sequence[RankGraph]:
+        return [self.graph]
+
+    def compile(self, inputs: Sequence[Tensor]) -> None:
+        """Let MindSpore select the kernels; otherwise the first `run` does so."""
+        self.cell.phase = "graph_load_from_mindir"  # as GraphCell.__call__ sets it
+        self.cell._add_attr("graph_load_from_mindir", self.cell.graph)
+        self.cell.compile(*inputs)
+
+    def run(self, inputs: Sequence[Tensor]) -> Any:
+        for parameter, owner in self._pairs:
+            if parameter.data_ptr() != owner.data_ptr():  # the owner has new data, such as a new learning rate
+                parameter.set_data(owner)
+        return self.cell(*inputs)
+
+
+def materialize(parameters: Any, graph: RankGraph) -> None:
+    """Initialize each parameter, then keep this rank's shard of it.
+
+    All ranks draw all initial values in the same order, so they agree with each other and with one device. A parameter with a
+    `Source` is read by slices: only this rank's shard, and nothing if its stage does not use it.
+    """
+    held = graph.parameters
+    for parameter in parameters:
+        layout = graph.layouts.get(parameter.name) if parameter.name in held else None
+        if source := getattr(parameter, "source", None):  # MindSpore may have cut its shape already
+            if parameter.name in held:
+                slices = layout.slices(source.shape, graph.rank, graph.groups) if layout else source.whole
+                parameter.set_data(Tensor(source.read(slices), dtype=parameter.dtype), slice_shape=True)
+                parameter.init_mode = parameter.source = None
+            continue
+        if parameter.sliced:
+            continue
+        parameter.init_data()
+        if layout is not None:
+            keep_slice(parameter, layout.slices(tuple(parameter.shape), graph.rank, graph.groups))
+
+
+def keep_slice(parameter: Parameter, slices: tuple[slice, ...]) -> None:
+    """Replace a full parameter by one slice of it, as MindSpore does on a device."""
+    parameter.set_data(Tensor(parameter.asnumpy()[slices].copy(), dtype=parameter.dtype), slice_shape=True)
+    parameter.sliced = True

@@ -42,6 +42,9 @@ class Mask(nn.Cell):
         num_sinks: keys in front of all tokens' that every token attends to.
     """
 
+    flash_on_cpu = False
+    """Whether graphs for CPUs have FlashAttention, too: set by `parallelize` for several processes."""
+
     def __init__(self, flash=False, num_sinks=0):
         super().__init__()
         self.num_sinks = num_sinks
@@ -59,7 +62,7 @@ class Mask(nn.Cell):
         return self.bias(visible)
 
     def bias(self, visible):  # (B, T, keys) -> (B, 1, T, keys)
-        if self.has_flash and on_ascend():
+        if self.has_flash and (self.flash_on_cpu or on_ascend()):
             return self.expand_bias(self.cast(self.negate(visible), mstype.uint8), 1)
         return self.expand_bias(self.scale(self.hidden(1.0, self.cast(visible, mstype.float32)), MASKED_SCORE), 1)
 
@@ -127,6 +130,9 @@ class Attention(nn.Cell):
     """Whether single queries over a cache are computed by a compiled kernel, which writes to the cache, too
     (`sporeloom.inference.kernels`)."""
 
+    flash_on_cpu = False
+    """As of the mask."""
+
     def __init__(self, config: ModelConfig, dtype: mstype.Type):
         super().__init__()
         d, qkv_std, qkv_bias = config.hidden_size, config.qkv_init_std, config.qkv_bias
@@ -183,7 +189,7 @@ class Attention(nn.Cell):
             k, v = self.cache(k, v, slots)  # (B, KV, T, D/H) -> (B, KV, keys, D/H)
             y = (
                 self.flash(q, k, v, bias)
-                if self.has_flash and on_ascend()
+                if self.has_flash and (self.flash_on_cpu or on_ascend())
                 else self.attend(q, k, v, bias, dropout_keys)
             )
         y = self.reshape(self.merge_transpose(y, (0, 2, 1, 3)), (-1, self.query_size))  # (B, H, T, D/H) -> (B*T, D)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention in one kernel that stores no scores: MindSpore's FlashAttentionScore, which Ascend has.
 
-CPU processes partition the same graph and exchange its nodes for NumPy's arithmetic (`sporeloom.runtime.cpu.flash`).
+On several CPU processes the graph has it as well, and NumPy computes it (`sporeloom.runtime.cpu.flash`): what is counted and
+proved there is what devices run. One CPU device computes plain attention.
 """
 
 import math
@@ -17,7 +18,7 @@ NO_MASK_COMPRESSION = 0  # sparse_mode: the mask marks each pair of query and ke
 
 @ops.constexpr
 def on_ascend():
-    """Whether what is being compiled is for Ascend, a virtual one included; it is not on one CPU device."""
+    """Whether the graph that is being compiled is for Ascend."""
     return ms.get_context("device_target") == "Ascend"
 
 
@@ -29,7 +30,7 @@ def chooses_flash(config: ModelConfig) -> bool:
 
 
 def has_flash(net: nn.Cell) -> bool:
-    """Whether FlashAttention computes the attention in `net`, except on one CPU device."""
+    """Whether `net` has FlashAttention."""
     return any(isinstance(cell, FlashAttention) for _, cell in net.cells_and_names())
 
 

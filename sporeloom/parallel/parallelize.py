@@ -55,6 +55,8 @@ def parallelize(net: nn.Cell, strategy: Strategy, whole: bool = True) -> Report:
     for _, cell in net.cells_and_names():
         if hasattr(cell, "repeats_heads"):
             cell.repeats_heads = bool(group_parts)
+        if hasattr(cell, "flash_on_cpu"):
+            cell.flash_on_cpu = shards_itself(strategy)
     strategy = dataclasses.replace(strategy, rules=dataclasses.replace(strategy.rules, operators=rules))
     wants_layers = strategy.rules.layers or strategy.mesh.pp > 1 or strategy.recompute or strategy.offload
     layers = layers_of(net, strategy.rules.layers) if wants_layers else []

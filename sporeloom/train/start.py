@@ -135,9 +135,11 @@ def _check_target(run: Run, engine: Engine) -> None:
 
 def _told_of_attention(engine: Engine, net: nn.Cell) -> str:
     """Describe the attention implementation of a network that has FlashAttention."""
-    if engine.backend_of(net).partitions and not net.parallel_report.is_spmd:
+    if engine.target == "Ascend":
+        return "FlashAttentionScore"
+    if net.parallel_report.is_spmd:
         return "FlashAttentionScore, by NumPy here, which is slow"
-    return "FlashAttentionScore" if engine.target == "Ascend" else "plain; CPUs have no FlashAttentionScore"
+    return "plain; CPUs have no FlashAttentionScore"
 
 
 def compile_for(training: Training, step: int) -> None:

@@ -31,6 +31,7 @@ CASES = [
     "pangu_tiny_tp2_pp2+embedded+shallow",
     "pangu_tiny_tp2_pp2_recompute+palm+shallow",  # one such head
     "pangu_tiny_tp2_pp2_selective+dropout+shallow",
+    "pangu_tiny_dp2_pp2+flash+embedded+shallow",
     "pangu_tiny_pp4+codegeex4",
     "pangu_tiny_tp2_pp2_interleaved+dropout",
     "pangu_tiny_dp2_pp2_zero+gpipe+codegeex4",  # virtual stages, too

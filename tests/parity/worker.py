@@ -118,6 +118,9 @@ def train(path: str, options: list[str], out: str) -> None:
     else:
         engine, report = train_decoder(family, config, strategy, Path(out), BATCH, accumulate, clip)
     check_report(report, engine)
+    if config.attention == "flash" and strategy.mesh.size > 1:
+        kinds = {p.op_type for graph in graphs_of(engine) for p in graph.model.primitives}
+        assert {"FlashAttentionScore", "FlashAttentionScoreGrad"} <= kinds
     if strategy.is_spmd and engine.is_log_rank:
         unsharded, kinds = Counter(), Counter()
         for sharded in engine.backend.sharded:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from sporeloom.partition.operation import Handler, Operation, Plan, UnknownValueError, computed_unsharded
 from sporeloom.partition.operators import (
+    attention,
     elementwise,
     indices,
     labelled,
@@ -28,6 +29,7 @@ HANDLERS: dict[str, Handler] = {
     **indices.HANDLERS,
     **losses.HANDLERS,
     **recurrent.HANDLERS,
+    **attention.HANDLERS,
 }
 """Handlers by name of the primitive. An operator without a handler is computed unsharded."""
 

@@ -35,7 +35,7 @@ def exchange_flash_attention(model: mind_ir.ModelProto) -> None:
         kind, which = kinds[source.op_type], _constant(nodes[node.input[1]]).i
         places, scale = INPUTS[kind]
         run = _function(kind, which, _constant(nodes[source.input[scale]]).f)
-        if run is None:  # an output saved for the gradient, which is unused here
+        if run is None:  # the gradient of an input that is not given
             continue
         node.op_type = add_pyfunc_primitive(model, run, len(places))
         node.input[:] = [source.input[place] for place in places]
@@ -46,6 +46,17 @@ def attention(q: Array, k: Array, v: Array, hidden: Array, scale: float) -> Arra
     """Softmax(scale Q K^T) V where `hidden` is 0. q: (B, H, T, D), k, v: (B, KV, S, D), hidden: (B or 1, 1, T, S)."""
     y = _probs(q, k, hidden, scale) @ _grouped(v, v)
     return np.ascontiguousarray(y.reshape(q.shape).astype(q.dtype))
+
+
+def statistics(q: Array, k: Array, v: Array, hidden: Array, scale: float, of: int) -> Array:
+    """What the kernel keeps of the softmax for its gradient: (B, H, T, 8), 8 times the maximum of a row (`of` 0), or the sum
+    of the exponentials of its differences from that (`of` 1); nothing else (`of` 2). The gradient here needs none of it."""
+    if of == 2:
+        return np.zeros(1, q.dtype)
+    scores = _scores(q, k, hidden, scale)
+    maximum = scores.max(-1, keepdims=True)
+    rows = maximum if of == 0 else np.exp(scores - maximum).sum(-1, keepdims=True)
+    return np.ascontiguousarray(np.broadcast_to(rows.reshape(*q.shape[:3], 1), (*q.shape[:3], 8)), np.float32)
 
 
 def attention_gradient(q: Array, k: Array, v: Array, hidden: Array, dy: Array, scale: float, of: int) -> Array:
@@ -63,7 +74,8 @@ def attention_gradient(q: Array, k: Array, v: Array, hidden: Array, dy: Array, s
 
 def _function(kind: str, which: int, scale: float) -> Callable[..., Array] | None:
     if kind == FORWARD:
-        return functools.partial(attention, scale=scale) if which == 3 else None
+        run = attention if which == 3 else functools.partial(statistics, of=which)
+        return functools.partial(run, scale=scale)
     return functools.partial(attention_gradient, scale=scale, of=which) if which < 3 else None
 
 
@@ -73,10 +85,15 @@ def _grouped(x: Array, k: Array) -> Array:
     return x.astype(np.float32).reshape(batch, k.shape[1], heads // k.shape[1], length, width)
 
 
+def _scores(q: Array, k: Array, hidden: Array, scale: float) -> Array:
+    """Scaled scores, -inf where `hidden` is 1: (B, KV, H/KV, T, S)."""
+    scores = _grouped(q, k) @ _grouped(k, k).swapaxes(-1, -2) * np.float32(scale)
+    return np.where(hidden[:, :, None] != 0, np.float32(-np.inf), scores)
+
+
 def _probs(q: Array, k: Array, hidden: Array, scale: float) -> Array:
     """Attention probabilities, (B, KV, H/KV, T, S)."""
-    scores = _grouped(q, k) @ _grouped(k, k).swapaxes(-1, -2) * np.float32(scale)
-    scores = np.where(hidden[:, :, None] != 0, np.float32(-np.inf), scores)
+    scores = _scores(q, k, hidden, scale)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     return np.asarray(weights / weights.sum(-1, keepdims=True))
 

@@ -61,8 +61,9 @@ def compiled_or_cached(cell: nn.Cell, described: Sequence[tuple[Shape, Any]], st
         return compile_for_one_device(cell, described)
     inputs = [[list(shape), np.dtype(dtype).str] for shape, dtype in described]
     rules = strategy.rules  # marks set in the network before compilation
-    repeats = any(getattr(each, "repeats_heads", False) for _, each in cell.cells_and_names())
-    marks = repr((strategy.recompute, strategy.offload, rules.layers, rules.selective, repeats))
+    cells = [each for _, each in cell.cells_and_names()]
+    of_attention = [any(getattr(each, mark, False) for each in cells) for mark in ("repeats_heads", "flash_on_cpu")]
+    marks = repr((strategy.recompute, strategy.offload, rules.layers, rules.selective, of_attention))
     more = {"network": key, "one_device": str(ms.get_context("device_target")), "inputs": inputs}
     more |= {"training": cell.training, "marks": marks}
     return cached_model(more, lambda: compile_for_one_device(cell, described))

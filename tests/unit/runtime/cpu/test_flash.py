@@ -6,7 +6,7 @@ import pytest
 
 from sporeloom.core.errors import ConfigError
 from sporeloom.models.config import ModelConfig
-from sporeloom.runtime.cpu.flash import attention, attention_gradient
+from sporeloom.runtime.cpu.flash import attention, attention_gradient, statistics
 
 SCALE = 0.3
 
@@ -27,6 +27,14 @@ def test_each_query_sees_what_is_not_hidden(tensors):
         seen = hidden[b, 0, t] == 0
         weights = np.exp(SCALE * k[b, h // 2, seen] @ q[b, h, t])
         np.testing.assert_allclose(found[b, h, t], weights / weights.sum() @ v[b, h // 2, seen], rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_kept_of_a_row_restores_its_probabilities(tensors):
+    (q, k, v), hidden, _ = tensors
+    most, total = (statistics(q, k, v, hidden, SCALE, of)[..., :1] for of in (0, 1))
+    scores = SCALE * np.einsum("bhtd,bhsd->bhts", q, k.repeat(2, 1))
+    probs = np.where(hidden == 0, np.exp(scores - most) / total, 0)
+    np.testing.assert_allclose(probs @ v.repeat(2, 1), attention(q, k, v, hidden, SCALE), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("of", [0, 1, 2])

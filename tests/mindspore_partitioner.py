@@ -14,16 +14,16 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
+from mindspore._c_expression import MSContext
+from mindspore.communication import _comm_helper as comm_helper
+from mindspore.communication import management as comm_management
+from mindspore.context import _context as global_context
 
 from sporeloom.core.errors import ConfigError
 from sporeloom.mindspore_compat.device import pin_cpu
 from sporeloom.mindspore_compat.names import (
     SUPPORTED_VERSIONS,
-    MSContext,
     cell_graph_executor,
-    comm_helper,
-    comm_management,
-    global_context,
     is_supported_version,
     mind_ir,
 )

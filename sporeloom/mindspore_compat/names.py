@@ -15,19 +15,10 @@ from sporeloom.mindspore_compat.protobuf import compiled_messages
 SUPPORTED_VERSIONS = ("2.9", "2.10")
 
 try:
-    from mindspore._c_expression import MSContext
     from mindspore._c_expression.typing import type_to_type_id
     from mindspore.common.dtype import _dtype_to_nptype as numpy_type
-    from mindspore.communication import _comm_helper as comm_helper
-    from mindspore.communication import management as comm_management
-    from mindspore.context import _context as global_context
     from mindspore.graph._parse import compile_config
     from mindspore.graph.api import _cell_graph_executor as cell_graph_executor
-    from mindspore.nn.layer.rnns import _DynamicLSTMCPUGPU as FusedLSTM
-    from mindspore.nn.layer.rnns import _DynamicRNNBase as StepwiseRNN
-    from mindspore.ops._grad_experimental.grad_base import bprop_getters
-    from mindspore.ops.function import nn_func
-    from mindspore.ops.function.clip_func import _ClipByGlobalNorm as ClipByGlobalNorm
     from mindspore.ops.operations._pyfunc_registry import add_pyfunc
     from mindspore.train import mind_ir_pb2, node_strategy_pb2
 except ImportError as missing:
@@ -38,12 +29,11 @@ except ImportError as missing:
 
 try:  # its own partitioner, which MindSpore retires after 2.11
     from mindspore import reset_auto_parallel_context, set_auto_parallel_context
-    from mindspore.ops._grad_experimental import grad_comm_ops
     from mindspore.parallel._auto_parallel_context import auto_parallel_context
     from mindspore.parallel.nn import GradAccumulation, MicroBatchInterleaved
 except ImportError as missing:
     reset_auto_parallel_context = set_auto_parallel_context = auto_parallel_context = None
-    grad_comm_ops = GradAccumulation = MicroBatchInterleaved = None
+    GradAccumulation = MicroBatchInterleaved = None
     NO_PARTITIONER = (
         f"MindSpore {ms.__version__} has no partitioner of its own ({missing}): training and inference on CPU "
         "processes, dry runs and certificates need none; `engine: mindspore` does, "
@@ -56,23 +46,13 @@ mind_ir, node_strategy = compiled_messages(mind_ir_pb2), compiled_messages(node_
 
 __all__ = [
     "NO_PARTITIONER",
-    "ClipByGlobalNorm",
-    "FusedLSTM",
     "GradAccumulation",
-    "MSContext",
     "MicroBatchInterleaved",
-    "StepwiseRNN",
     "add_pyfunc",
     "auto_parallel_context",
-    "bprop_getters",
     "cell_graph_executor",
-    "comm_helper",
-    "comm_management",
     "compile_config",
-    "global_context",
-    "grad_comm_ops",
     "mind_ir",
-    "nn_func",
     "node_strategy",
     "numpy_type",
     "own_parameters",

@@ -10,11 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from sporeloom.strategy.config import Rule
-from sporeloom.strategy.layout import Layout, Shape, local_shape, show
+from sporeloom.strategy.layout import Layout, Shape, show
 from sporeloom.strategy.mesh import Mesh
-
-DERIVED = "derived"
-"""Stands for a rule: MindSpore derived the layout from the rules of other operators."""
 
 
 @dataclass(frozen=True)
@@ -85,16 +82,6 @@ class Report:
         stage = self.mesh.coordinate(rank, "pp")
         reports = [self.of(name) for name in names]
         return tuple(p.num_parts / self.mesh.stage_size if p.stage == stage else 0.0 for p in reports)
-
-    def derive(self, name: str, layout: Layout, optimizer_shards: int) -> None:
-        """Record how MindSpore sharded a parameter that no rule is for."""
-        whole = self.by_name[name]
-        part = list(local_shape(layout, whole.global_shape, self.mesh))
-        part[0] //= optimizer_shards
-        learned = dataclasses.replace(
-            whole, layout=layout, local_shape=tuple(part), optimizer_shards=optimizer_shards, rule=DERIVED
-        )
-        self.parameters[self.parameters.index(whole)] = self.by_name[name] = learned
 
     def place(self, name: str, stage: int) -> None:
         """Record the first stage that uses a parameter."""

@@ -94,7 +94,7 @@ class TrainStep(nn.Cell):
         self.grad = ops.GradOperation(get_by_list=True, sens_param=loss_scale)
         self.report = report
         self.attach_counters(rank)
-        self.update_shares(rank)
+        self.shares = report.norm_shares([weight.name for weight in self.weights], rank)
         self.all_reduce = all_reduce
         self.scale = scale
         self.clip = max_grad_norm is not None
@@ -112,11 +112,6 @@ class TrainStep(nn.Cell):
         self.optimizer_parallel = report.optimizer_parallel
         if self.buffered:  # MindSpore's parallel passes add microbatches up in these, found by their name
             self.accumulated = self.trained.clone(prefix="accu_grads", init="zeros")
-
-    def update_shares(self, rank):
-        """Set again how much of each gradient's square sum `rank` adds to the norm, after the report was
-        completed."""
-        self.shares = self.report.norm_shares([weight.name for weight in self.weights], rank)
 
     def attach_counters(self, rank):
         """Enable the counters of a network: each counts a part of the global batch, on the ranks of its stage."""

@@ -71,14 +71,6 @@ class Backend:
         with _fast_on_cpu():
             cell.compile(*inputs)
 
-    def look_at(self, cell: nn.Cell, inputs: Sequence[Tensor]) -> None:
-        """Validate the graph of `cell` against the graph of one device, unless this package partitions it, which
-        validates itself.
-
-        Raises:
-            ConfigError: it computes something else.
-        """
-
     def run(self, cell: nn.Cell, inputs: Sequence[Tensor]) -> Any:
         """Call `cell` with the full batch."""
         key = (id(cell), cell.training, *((each.shape, each.dtype) for each in inputs))

@@ -131,7 +131,7 @@ class Attention(nn.Cell):
     (`sporeloom.inference.kernels`)."""
 
     flash_on_cpu = False
-    """As of the mask."""
+    """Set like that of the mask."""
 
     def __init__(self, config: ModelConfig, dtype: mstype.Type):
         super().__init__()

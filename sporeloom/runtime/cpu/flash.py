@@ -49,8 +49,9 @@ def attention(q: Array, k: Array, v: Array, hidden: Array, scale: float) -> Arra
 
 
 def statistics(q: Array, k: Array, v: Array, hidden: Array, scale: float, of: int) -> Array:
-    """What the kernel keeps of the softmax for its gradient: (B, H, T, 8), 8 times the maximum of a row (`of` 0), or the sum
-    of the exponentials of its differences from that (`of` 1); nothing else (`of` 2). The gradient here needs none of it."""
+    """Results of the softmax that the kernel keeps for its gradient, (B, H, T, 8): 8 times the maximum of a row (`of` 0),
+    or the sum of the exponentials of its differences from that (`of` 1); a placeholder (`of` 2). The gradient here needs
+    none of them."""
     if of == 2:
         return np.zeros(1, q.dtype)
     scores = _scores(q, k, hidden, scale)

@@ -46,8 +46,8 @@ def compile_ranks(
     Args:
         batch: sequences of a step over all ranks, and their tokens.
         accumulate: gradient accumulation steps without a pipeline.
-        auxiliary: rank -> bytes of other memory that it holds during the whole step, by name; with it, timelines of the memory
-            are reported.
+        auxiliary: rank -> bytes of other memory that it holds during the whole step, by name; with it, timelines are
+            reported.
 
     Raises:
         ConfigError: it cannot be partitioned.

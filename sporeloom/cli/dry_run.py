@@ -6,12 +6,14 @@ device.
     sporeloom dry-run --model pangu --size 200b --strategy pangu_200b_dp16_tp8_pp16 --fast
     sporeloom dry-run explain query.weight --model pangu --size 13b --strategy pangu_13b_tp8
 
+`--memory` follows every allocation of a step (docs/how-to/memory_timeline.md).
+
 The graph of one device is compiled once for all ranks. Activation bytes are those of the memory model
 (docs/explanation/planner.md); everything else is read from the partitioned graphs.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -22,6 +24,8 @@ from sporeloom.core.json_text import json_text
 from sporeloom.core.log import print_report
 from sporeloom.dry_run.config import DryRunConfig, check
 from sporeloom.dry_run.html import page
+from sporeloom.dry_run.memory.exports import memory_block_csv, trace
+from sporeloom.dry_run.memory.timeline import Timeline
 from sporeloom.dry_run.pool import compile_ranks
 from sporeloom.dry_run.summary import summarize, text_report
 from sporeloom.models.family import size_config
@@ -45,9 +49,25 @@ def main(argv: Sequence[str]) -> int:
         print(import_module("sporeloom.dry_run.explain").explain(asked.model, model, strategy, asked.name))
         return 0
     run = check(parse_args(DryRunConfig, __doc__, argv, check))
-    values = summarize(run, compile_ranks(run))
+    reports = compile_ranks(run)
+    values = summarize(run, reports)
+    write_timelines(run.config, {report.rank: report.memory for report in reports if report.memory})
     if run.config.html:
         write_text_atomically(run.config.html, page(values))
         print(f"report in {run.config.html}", file=sys.stderr)
     print_report(json_text(values, indent=1) if run.config.json else text_report(values))
-    return 1 if values["job"].get("fits") is False else 0
+    verdicts = [values["job"].get("fits"), *(rank.get("memory", {}).get("fits") for rank in values["ranks"])]
+    return 1 if False in verdicts else 0
+
+
+def write_timelines(config: DryRunConfig, timelines: Mapping[int, Timeline]) -> None:
+    """Write the memory over the step in the formats of other tools."""
+    if (folder := config.memory_csv) is not None:
+        for rank, timeline in timelines.items():
+            path = folder / f"rank_{rank}" / "memory_block.csv"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text_atomically(path, memory_block_csv(timeline))
+            print(f"memory of rank {rank} in {path}", file=sys.stderr)
+    if config.memory_trace is not None:
+        write_text_atomically(config.memory_trace, json_text(trace(timelines)))
+        print(f"trace in {config.memory_trace}: open it in ui.perfetto.dev", file=sys.stderr)

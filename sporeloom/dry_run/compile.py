@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
 
 from sporeloom.core.errors import ConfigError
+from sporeloom.dry_run.memory.run import memory_timeline
 from sporeloom.dry_run.partitioned import Partitioned, partition_model
 from sporeloom.dry_run.rank_report import RankParameter, RankReport, rank_parameters
 from sporeloom.dry_run.work import Work, add_work, between, phases_of
@@ -37,18 +39,27 @@ def compile_ranks(
     inference: bool = False,
     accumulate: int = 1,
     task: TrainedTask = PLAIN_TEXT,
+    auxiliary: Mapping[int, Mapping[str, int]] | None = None,
 ) -> list[RankReport]:
     """Compile a model once, and report what some ranks hold and do.
 
     Args:
         batch: sequences of a step over all ranks, and their tokens.
         accumulate: gradient accumulation steps without a pipeline.
+        auxiliary: rank -> bytes of other memory that it holds during the whole step, by name; with it, timelines are
+            reported.
 
     Raises:
         ConfigError: it cannot be partitioned.
     """
     partitioned = partition_model(family, model, strategy, batch, inference, accumulate, task)
-    return [rank_report(partitioned, rank) for rank in ranks]
+    reports = [rank_report(partitioned, rank) for rank in ranks]
+    if auxiliary is None:
+        return reports
+    return [
+        dataclasses.replace(report, memory=memory_timeline(partitioned, report.rank, auxiliary.get(report.rank)))
+        for report in reports
+    ]
 
 
 def rank_report(partitioned: Partitioned, rank: int) -> RankReport:

@@ -31,6 +31,7 @@ class DryRunConfig(Overwrite, TaskFlags):
         "ranks",
         "batch_size",
         "fast",
+        "memory",
         "html",
         "json",
     )
@@ -56,10 +57,20 @@ class DryRunConfig(Overwrite, TaskFlags):
         False,
         "compile one and two layers of each kind and extrapolate to the stage's full depth: the same numbers, sooner",
     )
+    memory: bool = option(False, "report the memory over the step: peaks, what is alive at the peak")
+    memory_csv: Path | None = output(
+        None, "folder to write RANK/memory_block.csv to, an allocation a row, as MindSpore does (default: none)"
+    )
+    memory_trace: Path | None = output(None, "JSON file of counters for Perfetto to write (default: none)")
     memory_gb: Positive | None = option(None, "memory of a device, to report whether ranks fit (default: not reported)")
     jobs: Count | None = option(None, "number of processes that compile at the same time (default: 1, with --fast 2)")
     json: bool = option(False, "print JSON instead of the report")
     html: Path | None = output(None, "HTML file to write the report to, too (default: none)")
+
+    @property
+    def with_timeline(self) -> bool:
+        """Whether the memory over the step is reported."""
+        return self.memory or self.memory_csv is not None or self.memory_trace is not None
 
 
 @dataclass(frozen=True)
@@ -102,8 +113,13 @@ def check(config: DryRunConfig) -> DryRun:
     problems = Problems(number_problems(config))
     model = problems.of(_model_config, config)
     strategy = problems.of(load_strategy, config.strategy, config.inference)
-    if config.html and (config.html.is_dir() or not config.html.resolve().parent.is_dir()):
-        problems.append(f"--html {config.html}: no file can be written there; name one in a folder that exists")
+    for flag, path in (("--html", config.html), ("--memory-trace", config.memory_trace)):
+        if path and (path.is_dir() or not path.resolve().parent.is_dir()):
+            problems.append(f"{flag} {path}: no file can be written there; name one in a folder that exists")
+    if (folder := config.memory_csv) and (folder.is_file() or not folder.resolve().parent.is_dir()):
+        problems.append(f"--memory-csv {folder}: no folder can be made there; name one in a folder that exists")
+    if config.fast and config.with_timeline:
+        problems.append("--fast compiles a few layers, but --memory follows all of them: leave one of both out")
     ranks = problems.of(parse_ranks, config.ranks, strategy.mesh.size) if strategy else None
     if model and config.seq_len and config.seq_len > model.seq_len:
         problems.append(f"--seq-len {config.seq_len} is outside 1 .. {model.seq_len}, the model's longest context")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
+from sporeloom.dry_run.memory.shown import curves
 from sporeloom.dry_run.summary import GB, describe_layout
 from sporeloom.strategy.config import V_SHAPED
 from sporeloom.strategy.schedule import splits_backward, times
@@ -42,6 +43,7 @@ def page(values: dict[str, Any]) -> str:
     sections = [
         f"<h1>{escape(job['model'])}, {escape(job['strategy'])}</h1><p>{escape(facts)}</p>",
         "<h2>Memory of each rank, GB</h2>" + memory_bars(ranks),
+        *_curves(ranks, job),
         "<h2>Pipeline</h2>" + _pipeline(job) if len(job["stages"]) > 1 else "",
         "<h2>Collectives of a step</h2>" + _collectives(ranks),
         "<h2>Groups</h2>" + _groups(ranks),
@@ -53,6 +55,19 @@ def page(values: dict[str, Any]) -> str:
         f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{title}</title><style>{STYLE}</style>"
         f"<body>{''.join(sections)}<script>{SEARCH}</script></body></html>\n"
     )
+
+
+def _curves(ranks: Sequence[dict[str, Any]], job: dict[str, Any]) -> list[str]:
+    measured = [rank for rank in ranks if "memory" in rank]
+    if not measured:
+        return []
+    rows = [
+        (f"rank {rank['rank']}", one["kind"], one["operator"], one["bytes"])
+        for rank in measured
+        for one in rank["memory"]["largest"]
+    ]
+    drawn = curves(measured, job.get("memory_gb", 0.0) * GB)
+    return ["<h2>Memory over the step</h2>", drawn, table(("", "kind", "alive at the peak", "bytes"), rows)]
 
 
 def memory_bars(ranks: Sequence[dict[str, Any]], limit: float = 0.0) -> str:

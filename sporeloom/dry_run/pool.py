@@ -14,6 +14,7 @@ from sporeloom.core.processes import FAST_MALLOC, MALLOC, begin_forked, forking_
 from sporeloom.dry_run.by_depth import full_depth, reduced_depths
 from sporeloom.dry_run.config import DryRun
 from sporeloom.dry_run.rank_report import RankReport
+from sporeloom.dry_run.summary import auxiliary_of_rank
 from sporeloom.models.config import ModelConfig
 from sporeloom.runtime.environment import prepare_environment
 from sporeloom.strategy.config import Strategy
@@ -62,7 +63,8 @@ def _extrapolated(run: DryRun, pool: ProcessPoolExecutor) -> list[RankReport]:
 def compile_stages(run: DryRun, model: ModelConfig, strategy: Strategy, ranks: Sequence[int]) -> list[RankReport]:
     """Compile some ranks in this process, one of each stage at most."""
     options = (run.batch_size, run.seq_len), run.config.inference, run.config.accumulate, run.task
+    auxiliary = {rank: auxiliary_of_rank(run, rank) for rank in ranks} if run.config.with_timeline else None
     reports: list[RankReport] = import_module(COMPILER).compile_ranks(
-        run.config.model, model, strategy, ranks, *options
+        run.config.model, model, strategy, ranks, *options, auxiliary
     )
     return reports

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from sporeloom.dry_run.memory.timeline import Timeline
 from sporeloom.parallel.report import Report
 
 
@@ -68,6 +69,8 @@ class RankReport:
     """Number of times that the passes run in a step."""
     compiled_layers: list[int] = field(default_factory=list)
     """Number of layers of the stage in each compiled graph, where the full depth is extrapolated from smaller ones."""
+    memory: Timeline | None = None
+    """The memory over a step, if requested."""
 
 
 def rank_parameters(report: Report, shapes: Mapping[str, tuple[int, ...]]) -> list[RankParameter]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from sporeloom.core.log import counted
 from sporeloom.dry_run.config import DryRun
+from sporeloom.dry_run.memory.shown import lines as memory_lines
 from sporeloom.dry_run.rank_report import RankReport
 from sporeloom.models.parameters import num_parameters
 from sporeloom.planner.closed_forms import job_of, parameter_bytes
@@ -73,6 +74,7 @@ def _stage(run: DryRun, report: RankReport) -> dict[str, Any]:
     memory = task_memory(dims, job, run.task)[report.stage]
     auxiliary = auxiliary_bytes(dims, job, run.task)[report.stage]
     held = report.parameter_bytes + report.optimizer_bytes + report.gradient_bytes
+    timeline, report = report.memory, dataclasses.replace(report, memory=None)
     activations = 0.0 if run.config.inference else memory.activations + memory.working
     copies = memory.weights  # cast, or gathered from the optimizer's shards
     result = {
@@ -85,9 +87,20 @@ def _stage(run: DryRun, report: RankReport) -> dict[str, Any]:
         "collectives": [{**dataclasses.asdict(c), "bytes_per_step": c.bytes_per_step} for c in report.collectives],
         "bytes_per_step": _by_kind(report),
     }
+    del result["memory"]
+    if timeline:
+        result["memory"] = timeline.summary()
     if run.config.memory_gb:
+        if timeline:
+            result["memory"]["fits"] = timeline.pool_bytes <= run.config.memory_gb * GB
         result["fits"] = result["total_bytes"] <= run.config.memory_gb * GB
     return result
+
+
+def auxiliary_of_rank(run: DryRun, rank: int) -> dict[str, int]:
+    """Auxiliary models and caches that a rank holds during the whole step, by closed formulas."""
+    dims, stage = of_decoder(run.model, run.seq_len, run.task.has_drops), run.strategy.mesh.coordinate(rank, "pp")
+    return {name: int(size) for name, size in auxiliary_bytes(dims, _job_of(run), run.task)[stage].items()}
 
 
 def _by_kind(report: RankReport) -> dict[str, int]:
@@ -157,6 +170,7 @@ def _job(run: DryRun, by_stage: dict[int, RankReport]) -> dict[str, Any]:
         "advice": [],
     }
     if run.config.memory_gb:
+        values["memory_gb"] = run.config.memory_gb
         values["fits"] = all(stage["total_bytes"] <= run.config.memory_gb * GB for stage in stages)
     if mesh.dp > 1 and not strategy.optimizer_parallel and not run.config.inference and not run.task.lora:
         saved = max(3 * r.parameter_bytes * (mesh.dp - 1) // mesh.dp for r in by_stage.values())
@@ -241,6 +255,8 @@ def _rank_lines(rank: dict[str, Any]) -> list[str]:
     lines.append(
         f"  memory, GB: in the graph {graph}; by closed formula {formula}; total {rank['total_bytes'] / GB:.3f}{verdict}"
     )
+    if "memory" in rank:
+        lines += memory_lines(rank["memory"])
     if rank["host_optimizer_bytes"]:
         lines.append(f"  on the host, GB: optimizer {rank['host_optimizer_bytes'] / GB:.3f}")
     lines.append("  FLOPs a step: " + ", ".join(f"{phase} {flops:.3e}" for phase, flops in rank["flops"].items()))

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a step of a partitioned program with storages in place of tensors, through the runtime's own schedule.
+
+`sporeloom.runtime.cpu.pipeline` takes, keeps, sends and sums values on CPU processes and devices. Here it does so with
+storages that record when Python frees them, so the record holds what the program holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from sporeloom.dry_run.memory.labels import Label, cells_of, labels, of_parameter
+from sporeloom.dry_run.memory.liveness import Order, lifetimes, num_bytes
+from sporeloom.dry_run.memory.recorder import RecordedProgram, Recorder, Storage
+from sporeloom.dry_run.memory.timeline import Timeline
+from sporeloom.dry_run.partitioned import Partitioned
+from sporeloom.dry_run.work import phases_of
+from sporeloom.partition.graph import Graph, Name, TensorType
+from sporeloom.partition.stages import PassGraph, StagePass
+from sporeloom.runtime.cpu.pipeline import ForwardStages, Schedule, StagePrograms
+from sporeloom.runtime.cpu.step_graphs import types_of
+
+MOMENTS = ("adam_m.", "adam_v.")
+RECEIVED = "received from another stage"
+ON_HOST = Label("gradient", "", "sums over microbatches in arrays of the host")
+PHASE_OF_PASS = {"parameters": "forward", "forward": "forward", "backward": "backward", "weights": "backward"}
+NOTHING = TensorType((0,), "float32")
+
+
+@dataclass(frozen=True)
+class Platform:
+    """Properties of the executor that determine what a rank holds."""
+
+    on_cpus: bool = False
+    """CPU processes hold bfloat16 in float32, sum gradients in arrays of the host, and copy them before the update."""
+    order: Order = "breadth"
+
+    @property
+    def half_bytes(self) -> int:
+        return 4 if self.on_cpus else 2
+
+
+DEVICES = Platform()
+
+
+@dataclass
+class RecordedExchange:
+    """Communication between stages: records received values and sums, and holds what is being sent as devices do."""
+
+    recorder: Recorder
+    rank: int
+    platform: Platform
+    sending: list[Storage] = field(default_factory=list)
+
+    def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Do nothing: nobody is there."""
+
+    def send(self, peer: int, tag: tuple[str, Name, int], value: Any, type: TensorType) -> None:
+        if not self.platform.on_cpus:  # processes send a copy at once
+            self.sending.append(value)
+
+    def receive(self, peer: int, tag: tuple[str, Name, int], type: TensorType) -> Any:
+        return self._tensor(type, Label("communication", "", RECEIVED))
+
+    def settle(self) -> None:
+        self.sending.clear()
+
+    def zeros(self, type: TensorType) -> Any:
+        return self._tensor(type, Label("gradient", "", "zeros for a gradient of another stage"))
+
+    def add(self, total: Any, value: Any) -> Any:
+        if total is None and not self.platform.on_cpus:
+            return value
+        size, label = self.recorder.sizes[value.number], self.recorder.labels[value.number]
+        label = self.recorder.label(ON_HOST) if self.platform.on_cpus else label
+        return Storage(self.recorder, self.recorder.allocate(size, label))
+
+    def sum_of(self, total: Any) -> Any:
+        return self.add(None, total) if self.platform.on_cpus else total
+
+    def join(self, values: Any, dim: int) -> Any:
+        """Concatenate results, which exist besides."""
+        sizes = (self.recorder.sizes[value.number] for value in values)
+        return self.recorder.tensor(sum(sizes), Label("temporary", "", "results of all microbatches"))
+
+    def broadcast(self, value: Any, type: TensorType, ranks: Any, source: int, tag: Any) -> Any:
+        return self._tensor(type, Label("communication", "", RECEIVED)) if value is None else value
+
+    def _tensor(self, type: TensorType, label: Label) -> Storage:
+        return self.recorder.tensor(num_bytes(type, self.platform.half_bytes), label)
+
+
+class _Step:
+    """A step of one rank."""
+
+    def __init__(self, partitioned: Partitioned, rank: int, platform: Platform):
+        self.partitioned, self.rank, self.platform = partitioned, rank, platform
+        self.strategy, self.cut = partitioned.strategy, partitioned.cut.stages
+        self.stage = self.strategy.mesh.coordinate(rank, "pp")
+        self.recorder = Recorder()
+        self.exchange = RecordedExchange(self.recorder, rank, platform)
+        whole = partitioned.cut.sharded.result.graph
+        self.cells, self.phases, self.types = cells_of(whole), phases_of(whole), types_of(whole)
+        self.held: list[Storage] = []
+        """Storages of the whole step."""
+
+    def run(self, auxiliary: Mapping[str, int]) -> Timeline:
+        recorder, update = self.recorder, self.partitioned.update
+        for name, size in auxiliary.items():
+            self.held.append(recorder.tensor(size, Label("auxiliary", "", name)))
+        of_rank = {one: made for one, made in self.cut.passes.items() if self._stage_of(one) == self.stage}
+        of_stage = update.graphs[self.stage] if update else None
+        self._hold_parameters([*(made.graph for made in of_rank.values()), *([of_stage] if of_stage else [])])
+        programs = {one: self._pass(one, made) for one, made in of_rank.items()}
+        last = self._update(of_stage) if of_stage else None  # its constants exist from the beginning, too
+        stages = self._stages(programs)
+        for _ in range(2):  # the second step begins with what graphs hold from the first
+            for program in [*programs.values(), *([last] if last else [])]:
+                program.num_runs = 0
+            recorder.restart()
+            recorder.begin("before the step")
+            results = self._passes(stages) if stages else self._whole(programs)
+            if last and of_stage:
+                results = last.run(self._update_inputs(of_stage, results))
+            del results
+            recorder.begin("after the step")
+        return Timeline.of(recorder)
+
+    def _whole(self, programs: Mapping[StagePass, RecordedProgram]) -> Any:
+        """Run a step in one graph, or nothing before the update."""
+        for one, program in programs.items():
+            return program.run(self._inputs(self.cut.passes[one].graph.inputs))
+        return {}
+
+    def _stage_of(self, one: StagePass) -> int:
+        return self.strategy.stage_of_part(one.part)
+
+    # Memory of the whole step
+
+    def _hold_parameters(self, graphs: list[Graph]) -> None:
+        known, network = set[str](), {p.name for p in self.partitioned.report.parameters}
+        for graph in graphs:
+            for full, type in graph.parameters.items():
+                name = full.rpartition(":")[2]
+                if name in known or (self.strategy.optimizer_on_host and name.startswith(MOMENTS)):
+                    continue
+                known.add(name)
+                size = num_bytes(type, self.platform.half_bytes)
+                self.held.append(self.recorder.tensor(size, of_parameter(full, network)))
+
+    def _program(
+        self, name: str, graph: Graph, kinds: Mapping[Name, str], phases: Mapping[Name, str], phase: str
+    ) -> RecordedProgram:
+        of = lifetimes(graph, self.platform.order, self.platform.half_bytes)
+        for constant, size in of.constants:
+            self.held.append(self.recorder.tensor(size, Label("constant", "", constant.rpartition(":")[2])))
+        return RecordedProgram(self.recorder, name, of, labels(of, self.cells, phases, kinds, phase))
+
+    def _pass(self, one: StagePass, made: PassGraph) -> RecordedProgram:
+        kinds = dict.fromkeys(self.cut.takers, "activation" if one.kind == "forward" else "communication")
+        kinds |= dict.fromkeys(self.cut.kept, "communication")
+        for position in self.partitioned.summed:
+            kinds |= dict.fromkeys(self.cut.results[position].values(), "gradient")
+        # A result that waits for side effects has another name in the graph.
+        kinds |= {own: kinds[name] for own, name in zip(made.graph.outputs, made.given, strict=True) if name in kinds}
+        title = f"{one.kind} pass" + (f" of part {one.part}" if self.strategy.mesh.pp > 1 else "")
+        if not self.cut.results:
+            title = "step" if self.partitioned.trained else "forward pass"
+        return self._program(title, made.graph, kinds, self.phases, PHASE_OF_PASS[one.kind])
+
+    def _update(self, graph: Graph) -> RecordedProgram:
+        phases = {} if self.cut.passes else self.phases  # a batch that is not divided has its passes in there, too
+        return self._program("update", graph, {}, phases, "optimizer")
+
+    # A step
+
+    def _stages(self, programs: Mapping[StagePass, RecordedProgram]) -> StagePrograms | None:
+        """The passes of the stage as the runtime drives them; None if there is one graph for everything."""
+        if not self.cut.results:
+            return None
+        types = dict(self.types)
+        for made in self.cut.passes.values():
+            types |= types_of(made.graph)
+        joined = set(range(len(self.cut.results))) - set(self.partitioned.summed) if self._is_custom else ()
+        exchange: Any = self.exchange
+        return StagePrograms(self.strategy, self.cut, programs, types, exchange, "recorded", joined)
+
+    def _passes(self, stages: StagePrograms) -> dict[int, Any]:
+        """Run the passes of the stage in the order of the schedule. Returns its results by index."""
+        num_passes = self.partitioned.num_passes
+        microbatches: Any = [self._network_inputs() for _ in range(num_passes)]
+        if self.partitioned.trained:
+            return Schedule(stages, num_passes).run(microbatches)
+        forward, results = ForwardStages(stages, 1 + max(one.part for one in self.cut.passes)), dict[int, Any]()
+        stages.begin(forward.passes_of)
+        for part in range(forward.num_parts):
+            stages.run(StagePass("forward", part), 0, microbatches[0], results)
+        stages.end()
+        return results
+
+    @property
+    def _is_custom(self) -> bool:
+        """Whether passes and update are divided from one graph."""
+        update = self.partitioned.update
+        return update is not None and update.sharded is self.partitioned.cut.sharded
+
+    def _network_inputs(self) -> list[Storage]:
+        """The inputs of a microbatch."""
+        found: dict[int, TensorType] = {}
+        for made in self.cut.passes.values():
+            found |= zip(made.network_inputs, made.graph.inputs.values(), strict=False)
+        return self._inputs({f"input {i}": found.get(i, NOTHING) for i in range(1 + max(found, default=-1))})
+
+    def _inputs(self, types: Mapping[Name, TensorType]) -> list[Storage]:
+        half = self.platform.half_bytes
+        return [
+            self.recorder.tensor(num_bytes(type, half), Label("input", "", name.rpartition(":")[2]))
+            for name, type in types.items()
+        ]
+
+    def _update_inputs(self, graph: Graph, results: Mapping[int, Any]) -> list[Storage]:
+        """The inputs of the update: sums over microbatches, and inputs of the network."""
+        update, exchange = self.partitioned.update, self.exchange
+        assert update is not None
+        whole = update.sharded.source.inputs
+        if self._is_custom:
+            sums = iter([exchange.sum_of(results[i]) for i in self.partitioned.summed if i in results])
+            inputs = self._inputs({name: whole.get(name, NOTHING) for name in graph.inputs})
+            names = zip(inputs, graph.inputs, strict=True)
+            return [each if name in whole else next(sums, each) for each, name in names]
+        positions = {name: position for position, name in enumerate(whole)}
+        wanted = ((positions[name], type) for name, type in graph.inputs.items())
+        return [exchange.sum_of(results[i]) if i in results else exchange.zeros(type) for i, type in wanted]
+
+
+def memory_timeline(
+    partitioned: Partitioned, rank: int, auxiliary: Mapping[str, int] | None = None, platform: Platform = DEVICES
+) -> Timeline:
+    """Record the memory of a rank over a step.
+
+    Args:
+        auxiliary: what else the rank holds during the whole step -> bytes.
+    """
+    other = replace(platform, order="written")
+    as_written = _Step(partitioned, rank, other).run(auxiliary or {}).live_bytes
+    return replace(_Step(partitioned, rank, platform).run(auxiliary or {}), live_as_written=as_written)

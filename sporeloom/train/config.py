@@ -327,6 +327,11 @@ def _strategy_problems(
             f"{strategy.at('pipeline.virtual_stages')}: {config.task} also runs the model by itself, a stage after "
             "the other; leave virtual stages out"
         )
+    if strategy.pipeline.virtual_stages > 1 and getattr(config, "validation_data", None):
+        yield (
+            f"{strategy.at('pipeline.virtual_stages')}: --validation-data runs the model by itself, a stage after the other; "
+            "leave virtual stages out, or score checkpoints with sporeloom score"
+        )
     for batch_size, length in sizes.shapes() if sizes else []:
         yield from batch_problems(strategy, batch_size // config.rows_per_unit, length, config.accumulate)
         yield from group_problems(strategy, model, batch_size, length, config.accumulate) if model else []

@@ -45,6 +45,11 @@ class RunFlags:
         return self.output_dir / "checkpoint"
 
     @property
+    def best_dir(self) -> Path:
+        """Folder of the model with the lowest validation loss."""
+        return self.output_dir / "best_checkpoint"
+
+    @property
     def states_dir(self) -> Path:
         """Folder of the training checkpoints, which --resume reads."""
         return self.output_dir / "checkpoints"
@@ -153,6 +158,28 @@ class OptimizerFlags:
     muon_adam_factor: Positive = option(1.0, "factor of the learning rate for the parameters that AdamW updates")
     max_grad_norm: NotNegative = option(
         1.0, "maximum global norm of the gradients (gradient clipping); 0: report the norm without clipping"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationFlags:
+    """Losses of texts that are not trained on, and what follows from them."""
+
+    heading: ClassVar[str] = "validation"
+    common: ClassVar[tuple[str, ...]] = ("validation_data", "validate_every")
+
+    validation_data: tuple[str, ...] = option(
+        (),
+        "NAME=PATH ...: validation sets, each a text or a folder of token files; their losses are computed while training "
+        "and after the last step (default: none)",
+    )
+    validate_every: Natural = option(0, "interval in steps between validations; 0: after the last step only")
+    early_stopping_patience: Natural = option(
+        0,
+        "number of validations, one after another, without a lower validation loss after which training stops; 0: never",
+    )
+    keep_best: bool = option(
+        False, "keep the model with the lowest validation loss in best_checkpoint of the output folder"
     )
 
 

@@ -37,6 +37,7 @@ from sporeloom.train.optim import SGD, AdamW
 from sporeloom.train.saving import BEGIN_AS_ZEROS, WEIGHTS, leave_undrawn
 from sporeloom.train.spikes import SpikeGuard
 from sporeloom.train.task import Task
+from sporeloom.train.validation import Validation
 
 
 @dataclass
@@ -54,6 +55,8 @@ class Training:
     loss_scale: LossScale | None
     guard: SpikeGuard | None = None
     """Handler of loss spikes, which leads back to a checkpoint."""
+    validation: Validation | None = None
+    """Losses of validation sets, where the run has some."""
     compiled: set[tuple[int, ...]] = dataclasses.field(default_factory=set)
     """Batch shapes that graphs are compiled for."""
     updates: int = 0
@@ -85,6 +88,9 @@ def start(run: Run) -> Training:
     report = parallelize(net, run.strategy)  # before the data: it may find mistakes, and nothing is written yet
     task.open_data()
     training = _build_step(run, engine, task, net, report)
+    if sets := task.validation_sets():
+        patience: int = config.early_stopping_patience  # type: ignore[attr-defined]
+        training.validation = Validation(run, engine, net, sets, patience)
     what = f"{config.model_name()}: {num_parameters(run.model):,} parameters"
     if run.lora:
         trained = sum(map(math.prod, run.lora.shapes(run.model).values()))

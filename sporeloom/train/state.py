@@ -69,6 +69,7 @@ def _state(training: Training) -> dict[str, Any]:
         "schedule": {name: getattr(run, name) for name in SCHEDULE},
         "updates": training.updates,
         "loss_scale": training.loss_scale and training.loss_scale.state(),
+        "validation": training.validation and training.validation.state(),
         "lora": adapter_settings(run),
         "beside": training.task.beside(),
         "task": training.task.state(),
@@ -136,11 +137,14 @@ def _take_up(training: Training, folder: Path, manifest: Manifest) -> None:
         training.updates = int(manifest.state.get("updates", manifest.step))  # earlier releases counted every step
         if training.loss_scale and (saved := manifest.state.get("loss_scale")):
             training.loss_scale.restore(saved)
+        validation, earlier = training.validation, manifest.state.get("validation")
+        if validation and earlier and not validation.restore(earlier):
+            training.say("other validation sets than before: the best validation loss starts anew")
         training.task.restore(manifest.state.get("task") or {})
     except (TypeError, ValueError, LookupError, AttributeError, OSError, zipfile.BadZipFile) as error:
         kind = type(error).__name__
         raise ConfigError(
-            f"{folder / MANIFEST}: damaged: state.updates, loss_scale or task cannot be read: {kind}: {error}"
+            f"{folder / MANIFEST}: damaged: state.updates, loss_scale, validation or task cannot be read: {kind}: {error}"
         ) from None
 
 

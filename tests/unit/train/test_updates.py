@@ -66,6 +66,7 @@ def training_of(norms, monkeypatch, skip_steps=(), scaled=True, optimizer=None):
         batch=lambda _: [],
         loss_scale=LossScale(2.0**32) if scaled else None,
         guard=None,
+        validation=None,
         updates=0,
     )
 

@@ -40,6 +40,8 @@ from sporeloom.train.flags import (
 )
 from sporeloom.train.folder import earlier_run, folder_problems, settled
 from sporeloom.train.loss_scale import FLOAT16_INITIAL
+from sporeloom.train.schedule_flags import ScheduleFlags
+from sporeloom.train.schedules import learning_rate
 from sporeloom.train.spikes import parse_steps
 
 MAX_TOKENS = 1 << 28
@@ -53,6 +55,7 @@ class TrainingConfig(
     CheckpointFlags,
     FaultFlags,
     PrecisionFlags,
+    ScheduleFlags,
     OptimizerFlags,
     ParallelFlags,
     ModelFlags,
@@ -154,6 +157,12 @@ class Run:
         """Maximum sequence length of the run."""
         return self.sizes.longest
 
+    def rate_of(self, update: int) -> float:
+        """Learning rate of an update of the weights, counted from 1."""
+        steps = self.warmup_steps, self.decay_steps
+        rates, options = (self.learning_rate, self.min_learning_rate), self.config.schedule_options()
+        return learning_rate(update, *rates, *steps, self.config.schedule, options)
+
 
 def check(config: TrainingConfig, num_processes: int | None) -> Run:
     """Read everything that the run refers to and check all of it together.
@@ -197,9 +206,9 @@ def check(config: TrainingConfig, num_processes: int | None) -> Run:
     if config.certificate and model and strategy:
         problems.of(_check_certificate, config, config.certificate, family, model, strategy, seq_len, lora)
     problems += _folder_problems(config)
+    numbers = problems.of(_schedule_numbers, config) if family and config.steps > 0 else None
     problems.tell()
-    assert model and strategy and sizes
-    high, low = config.default_rates()
+    assert model and strategy and sizes and numbers
     return Run(
         config=config,
         family=family,
@@ -208,13 +217,28 @@ def check(config: TrainingConfig, num_processes: int | None) -> Run:
         data=data,
         lora=lora,
         sizes=sizes,
-        learning_rate=high if config.learning_rate is None else config.learning_rate,
-        min_learning_rate=low if config.min_learning_rate is None else config.min_learning_rate,
-        warmup_steps=min(2000, config.steps // 10) if config.warmup_steps is None else config.warmup_steps,
-        decay_steps=config.decay_steps or config.steps,
+        **numbers,
         loss_scale=loss_scale,
         random_ltd=random_ltd,
     )
+
+
+def _schedule_numbers(config: TrainingConfig) -> dict[str, Any]:
+    """The rates and steps of the learning rate schedule, defaults included.
+
+    Raises:
+        ConfigError: they do not fit the schedule.
+    """
+    high, low = config.default_rates()
+    numbers: dict[str, Any] = {
+        "learning_rate": high if config.learning_rate is None else config.learning_rate,
+        "min_learning_rate": low if config.min_learning_rate is None else config.min_learning_rate,
+        "warmup_steps": min(2000, config.steps // 10) if config.warmup_steps is None else config.warmup_steps,
+        "decay_steps": config.decay_steps or config.steps,
+    }
+    if problems := [*config.schedule_problems(), *config.schedule_step_problems(*numbers.values())]:
+        raise ConfigError(problems)
+    return numbers
 
 
 def _check_certificate(

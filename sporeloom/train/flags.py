@@ -11,7 +11,6 @@ from sporeloom.core.command_line import option, run_file
 from sporeloom.core.numbers import Count, Natural, NotNegative, Positive, Rate
 from sporeloom.models.config import AttentionKernel, ComputeDtype
 from sporeloom.strategy.flags import StrategyFlags
-from sporeloom.train.schedules import Schedule
 
 Optimizer = Literal["adamw-original", "adamw", "muon", "sgd", "adafactor", "adafactor-factored"]
 MuonScale = Literal["spectral", "shape", "unit-rms"]
@@ -110,7 +109,7 @@ class ParallelFlags(StrategyFlags):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerFlags:
-    """The optimizer and its learning rate schedule."""
+    """The optimizer and its maximum learning rate."""
 
     heading: ClassVar[str] = "optimizer"
     common: ClassVar[tuple[str, ...]] = ("learning_rate",)
@@ -122,18 +121,6 @@ class OptimizerFlags:
         "adafactor (PaLM), or adafactor-factored (its second moment is kept as row and column means)",
     )
     learning_rate: NotNegative | None = option(None, "maximum learning rate (default: the family's for this size)")
-    schedule: Schedule = option(
-        "cosine", "learning rate schedule; inverse-sqrt is PaLM's: constant until --decay-steps, then 1/sqrt(step)"
-    )
-    min_learning_rate: NotNegative | None = option(
-        None, "minimum learning rate: the end of the cosine, or a lower bound (default: the family's for this size)"
-    )
-    warmup_steps: Natural | None = option(
-        None, "number of linear warm-up steps (default: a tenth of the run, at most 2000)"
-    )
-    decay_steps: Count | None = option(
-        None, "step at which the cosine ends or the 1/sqrt(step) decay begins (default: the last step of the run)"
-    )
     adam_beta1: Rate = option(0.9, "decay rate of AdamW's first moment")
     adam_beta2: Rate = option(0.95, "decay rate of AdamW's second moment")
     adam_epsilon: NotNegative = option(1e-8, "AdamW's epsilon, added to the square root of the second moment")

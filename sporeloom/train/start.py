@@ -268,5 +268,5 @@ def optimizer_settings(config: TrainingConfig) -> dict[str, Any]:
         "adam_epsilon": config.adam_epsilon,
         "weight_decay": config.weight_decay,
         "max_grad_norm": config.max_grad_norm,
-        "schedule": config.schedule,
+        **config.schedule_settings(),
     }

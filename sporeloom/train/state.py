@@ -96,6 +96,8 @@ def resume(training: Training) -> int:
     training.run = run = dataclasses.replace(
         run, **{name: value for name, value in _saved_schedule(folder, manifest).items() if name not in given}
     )
+    if wrong := [*config.schedule_step_problems(*(getattr(run, name) for name in SCHEDULE))]:
+        raise ConfigError(wrong)
     changed = [
         f"{folder}: {part} {name} was {theirs[part].get(name)}, is {value}"
         for part in ("model", "data", "optimizer", "lora")

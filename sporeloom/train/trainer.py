@@ -29,7 +29,6 @@ from sporeloom.train.metrics import MetricsWriter, StepMetrics
 from sporeloom.train.optim import set_number
 from sporeloom.train.rerun import run_twice
 from sporeloom.train.saving import Saver, start_from, versions
-from sporeloom.train.schedules import learning_rate
 from sporeloom.train.spikes import parse_steps
 from sporeloom.train.start import Training, compile_for, start
 from sporeloom.train.state import SCHEDULE, make_saver, resume, rewind
@@ -151,8 +150,8 @@ def _one_step(training: Training, step: int) -> StepMetrics:
     """
     compile_for(training, step - 1)
     run, engine, start = training.run, training.engine, time.perf_counter()
-    high, low, update = run.learning_rate, run.min_learning_rate, training.updates + 1
-    rate = learning_rate(update, high, low, run.warmup_steps, run.decay_steps, run.config.schedule)
+    update = training.updates + 1
+    rate = run.rate_of(update)
     training.optimizer.prepare(update, rate)
     scale = training.loss_scale
     if scale:

@@ -143,6 +143,11 @@ class OptimizerFlags:
         "that converge)",
     )
     muon_adam_factor: Positive = option(1.0, "factor of the learning rate for the parameters that AdamW updates")
+    parameter_groups: Path | None = option(
+        None,
+        "YAML file of groups of parameters with a learning rate factor or weight decay of their own, or frozen "
+        "(default: none)",
+    )
     max_grad_norm: NotNegative = option(
         1.0, "maximum global norm of the gradients (gradient clipping); 0: report the norm without clipping"
     )

@@ -29,8 +29,8 @@ class ScheduleFlags:
 
     schedule: Schedule = option(
         "cosine",
-        "learning rate schedule after the warm-up: cosine, linear, polynomial, cosine-restarts, constant, wsd (constant, then "
-        "a decay), or inverse-sqrt, which is PaLM's: constant until --decay-steps, then 1/sqrt(step)",
+        "learning rate schedule after the warm-up: cosine, linear, polynomial, cosine-restarts, constant, wsd (constant, "
+        "then a decay), or inverse-sqrt, which is PaLM's: constant until --decay-steps, then 1/sqrt(step)",
     )
     min_learning_rate: NotNegative | None = option(
         None, "minimum learning rate: the end of the decay, or a lower bound (default: the family's for this size)"

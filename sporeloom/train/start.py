@@ -30,7 +30,8 @@ from sporeloom.parallel.step import TrainStep
 from sporeloom.runtime.cpu.drawing import drawing_later
 from sporeloom.runtime.engine import Engine
 from sporeloom.train.adafactor import Adafactor
-from sporeloom.train.config import Run, TrainingConfig, is_sharded
+from sporeloom.train.config import Run, is_sharded
+from sporeloom.train.groups import Scales
 from sporeloom.train.loss_scale import LossScale
 from sporeloom.train.muon import ITERATIONS, Muon
 from sporeloom.train.optim import SGD, AdamW
@@ -116,10 +117,14 @@ def _with_shared_folder(run: Run, engine: Engine) -> Run:
 def _network(run: Run, engine: Engine, task: Task) -> nn.Cell:
     """Create the task's network. CPU processes initialize no weights that belong to other stages or come from a
     checkpoint."""
-    if not engine.partitions_itself:
-        return task.network()
-    with drawing_later():
+    with drawing_later() if engine.partitions_itself else contextlib.nullcontext():
         net = task.network()
+    frozen = run.groups.frozen_names if run.groups else []
+    for parameter in net.get_parameters() if frozen else ():
+        if parameter.name.removeprefix(WEIGHTS) in frozen:
+            parameter.requires_grad = False
+    if not engine.partitions_itself:
+        return net
     if run.config.resume or run.config.from_checkpoint:
         new = tuple(f"{WEIGHTS}{name}" for name in task.new_weights)
         given = (p for p in net.get_parameters() if p.name.startswith(WEIGHTS) and p.name not in new)
@@ -188,7 +193,7 @@ def _build_step(run: Run, engine: Engine, task: Task, net: nn.Cell, report: Repo
     step.graph_key = {
         "family": run.family,
         "model": run.model.to_dict(),
-        "optimizer": optimizer_settings(config),
+        "optimizer": optimizer_settings(run),
         "accumulate": config.accumulate,
         "loss_scale": run.loss_scale is not None,
         "lora": adapter_settings(run),
@@ -204,8 +209,9 @@ def _build_step(run: Run, engine: Engine, task: Task, net: nn.Cell, report: Repo
 
 def _optimizer(run: Run, engine: Engine, net: nn.Cell, report: Report) -> AdamW | SGD | Adafactor | Muon:
     weights = net.trainable_params()
+    scales = run.groups.scales([weight.name.removeprefix(WEIGHTS) for weight in weights]) if run.groups else None
     if run.config.optimizer == "muon":
-        return _muon(run, weights, report)
+        return _muon(run, weights, report, scales)
     if run.config.optimizer == "sgd":
         return SGD(weights)
     if run.config.optimizer.startswith("adafactor"):
@@ -216,6 +222,7 @@ def _optimizer(run: Run, engine: Engine, net: nn.Cell, report: Report) -> AdamW 
             factored=run.config.optimizer == "adafactor-factored",
             beta1=run.config.adam_beta1,
             weight_decay=run.config.weight_decay,
+            scales=scales,
         )
     return AdamW(
         weights,
@@ -225,10 +232,11 @@ def _optimizer(run: Run, engine: Engine, net: nn.Cell, report: Report) -> AdamW 
         weight_decay=run.config.weight_decay,
         bias_correction=run.config.optimizer == "adamw",
         on_host=run.strategy.optimizer_on_host,
+        scales=scales,
     )
 
 
-def _muon(run: Run, weights: list[Parameter], report: Report) -> Muon:
+def _muon(run: Run, weights: list[Parameter], report: Report, scales: Scales | None) -> Muon:
     """Raises:
     ConfigError: MindSpore's partitioner would shard its matrices.
     """
@@ -251,6 +259,7 @@ def _muon(run: Run, weights: list[Parameter], report: Report) -> Muon:
         beta1=config.adam_beta1,
         beta2=config.adam_beta2,
         adam_epsilon=config.adam_epsilon,
+        scales=scales,
     )
 
 
@@ -258,7 +267,8 @@ def adapter_settings(run: Run) -> dict[str, Any]:
     return dataclasses.asdict(run.lora) if run.lora else {}
 
 
-def optimizer_settings(config: TrainingConfig) -> dict[str, Any]:
+def optimizer_settings(run: Run) -> dict[str, Any]:
+    config = run.config
     names = [field.name for field in dataclasses.fields(config) if field.name.startswith("muon_")]
     return {
         **({name: getattr(config, name) for name in names} if config.optimizer == "muon" else {}),
@@ -268,5 +278,6 @@ def optimizer_settings(config: TrainingConfig) -> dict[str, Any]:
         "adam_epsilon": config.adam_epsilon,
         "weight_decay": config.weight_decay,
         "max_grad_norm": config.max_grad_norm,
+        "parameter_groups": run.groups and run.groups.settings(),
         **config.schedule_settings(),
     }

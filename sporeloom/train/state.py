@@ -62,16 +62,17 @@ def make_saver(training: Training, steps_done: int) -> Saver:
 def _state(training: Training) -> dict[str, Any]:
     """The state that a resumed run needs besides tensors. Sample order and learning rate are functions of these
     and the step."""
-    run, config = training.run, training.run.config
+    run = training.run
     return {
         "data": training.task.data_state(),
-        "optimizer": optimizer_settings(config),
+        "optimizer": optimizer_settings(run),
         "schedule": {name: getattr(run, name) for name in SCHEDULE},
         "updates": training.updates,
         "loss_scale": training.loss_scale and training.loss_scale.state(),
         "validation": training.validation and training.validation.state(),
         "lora": adapter_settings(run),
         "beside": training.task.beside(),
+        "frozen": run.groups.frozen_names if run.groups else [],
         "task": training.task.state(),
     }
 

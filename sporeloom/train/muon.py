@@ -178,9 +178,8 @@ class Muon(nn.Cell):
             state.requires_grad = False
         others = [parameters[i] for i in self.adam_places]
         of_adam = scales.of(self.adam_places) if scales else None
-        self.adam = None
-        if others:
-            self.adam = AdamW(others, beta1, beta2, adam_epsilon, weight_decay, bias_correction=True, scales=of_adam)
+        adam = (beta1, beta2, adam_epsilon, weight_decay)
+        self.adam = AdamW(others, *adam, bias_correction=True, scales=of_adam) if others else None
         self.nesterov, self.weight_decay, self.adam_rate_factor = nesterov, weight_decay, adam_rate_factor
         dtype = self.matrices[0].dtype if self.muon_places else mstype.float32
         self.momentum = Tensor(momentum, dtype)

@@ -99,12 +99,17 @@ def check_contents(manifest: Manifest, folder: Path) -> None:
     if not isinstance(beside, dict) or not all(is_a(shape, list[int]) for shape in beside.values()):
         raise ConfigError(f"{source}: state.beside must be a mapping of names to shapes")
     shapes |= {name: tuple(shape) for name, shape in beside.items()}
+    frozen = state.get("frozen") or []
+    if not is_a(frozen, list[str]) or not set(frozen) <= set(shapes):
+        raise ConfigError(f"{source}: state.frozen must be a list of names of the model's parameters")
     wanted = dict(shapes)
     for prefix in moments:
         states = {
             prefix + name: state_shape(prefix, shape, factored)
             for name, shape in shapes.items()
-            if is_trained(name) and not (optimizer == "muon" and prefix == "adam_v." and is_orthogonalized(name, shape))
+            if is_trained(name)
+            and name not in frozen
+            and not (optimizer == "muon" and prefix == "adam_v." and is_orthogonalized(name, shape))
         }
         wanted |= {name: shape for name, shape in states.items() if shape is not None}
     for name, shape in wanted.items():

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 from sporeloom.data.loader import Loader
 from sporeloom.data.megatron import MegatronLoader
 from sporeloom.data.random_ltd import draw_kept
-from sporeloom.train.data import open_loader
+from sporeloom.data.windows import Windows
+from sporeloom.train.data import open_loader, tokenizer_path
 from sporeloom.train.task import Arrays, Task
+from sporeloom.train.validation_data import open_sets
 
 
 class Pretraining(Task):
@@ -26,6 +28,12 @@ class Pretraining(Task):
 
     def open_data(self) -> None:
         self.tokenizer, self.loader = open_loader(self.run, self.engine.rank)
+
+    def validation_sets(self) -> Mapping[str, Windows]:
+        config: Any = self.run.config
+        if not config.validation_data:
+            return {}
+        return open_sets(self.run, config, tokenizer_path(self.run), self.engine.rank)
 
     def describe(self) -> str:
         told, dropping = self.loader.describe(self.run.config.steps), self.run.random_ltd

@@ -13,6 +13,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore import dtype as mstype
 
 from sporeloom.parallel.step import square_sum
+from sporeloom.train.groups import Scales
 from sporeloom.train.optim import optimizer_number, set_number
 
 _precondition = ops.MultitypeFuncGraph("precondition")
@@ -58,6 +59,17 @@ def _one_update(rate, decay, weight_sums, step_sums, beta1, least_size, clip, co
     return ops.assign_sub(weight, moment + decay * weight)
 
 
+@_update.register(
+    *("Tensor", "Tensor", "Tensor", "Tensor", "Float", "Float", "Float", "Float", "Float", "Float"),
+    *("Tensor", "Tensor", "Tensor", "Tensor"),
+)
+def _grouped_update(
+    rate, decay, weight_sums, step_sums, beta1, least_size, clip, factor, own_decay, count, place, weight, moment, step
+):
+    scaled = (rate * factor, decay * own_decay, weight_sums, step_sums)
+    return _one_update(*scaled, beta1, least_size, clip, count, place, weight, moment, step)
+
+
 class Adafactor(nn.Cell):
     """p -= m + decay p, where m follows rate * max(RMS(p), 1e-3) * u and u is the gradient over the root of its second
     moment, shortened to RMS(u) <= 1.
@@ -70,6 +82,7 @@ class Adafactor(nn.Cell):
         all_reduce: adds numbers up over all ranks; None on one device.
         factored: keep the second moment of a matrix as the means of its rows and columns. Needs unsharded matrices.
         weight_decay: times the square of the rate; PaLM's is 1.
+        scales: learning rate factor and weight decay of each parameter, where groups of them have their own.
     """
 
     def __init__(
@@ -80,6 +93,7 @@ class Adafactor(nn.Cell):
         factored: bool = False,
         beta1: float = 0.9,
         weight_decay: float = 0.0,
+        scales: Scales | None = None,
     ):
         super().__init__(auto_prefix=False)
         self.parameters = ParameterTuple(parameters)
@@ -94,6 +108,11 @@ class Adafactor(nn.Cell):
         self.shares = shares or (1.0,) * len(parameters)
         self.counts = tuple(float(math.prod(parameter.shape)) for parameter in parameters)
         self.all_reduce, self.beta1, self.weight_decay = all_reduce, beta1, weight_decay
+        self.is_grouped = scales is not None
+        if scales is not None:  # the decay is times the square of the parameter's own rate
+            own = scales.decays_or([weight_decay] * len(parameters))
+            self.factors = scales.factors
+            self.decays = tuple(decay * factor**2 for decay, factor in zip(own, scales.factors, strict=True))
         self.rate, self.decay = optimizer_number("rate"), optimizer_number("decay")
         self.beta2 = optimizer_number("beta2")
         # One vector of all sums, in one message. A pipeline's stage has some of the parameters only, and MindSpore takes the
@@ -104,7 +123,7 @@ class Adafactor(nn.Cell):
     def prepare(self, update: int, learning_rate: float) -> None:
         """Set the numbers of an update, counted from 1; steps that update nothing are not counted."""
         set_number(self.rate, learning_rate)
-        set_number(self.decay, self.weight_decay * learning_rate**2)
+        set_number(self.decay, (1.0 if self.is_grouped else self.weight_decay) * learning_rate**2)
         set_number(self.beta2, 1.0 - update**-0.8)
 
     def construct(self, gradients):
@@ -116,6 +135,9 @@ class Adafactor(nn.Cell):
             steps = self.map(ops.partial(_precondition, self.beta2, 1e-30), self.moments2, gradients)
         step_sums = self.summed(steps)
         update = ops.partial(_update, self.rate, self.decay, weight_sums, step_sums, self.beta1, 1e-3, 1.0)
+        if self.is_grouped:
+            states = (self.parameters, self.moments1, steps)
+            return self.map(update, self.factors, self.decays, self.counts, self.places, *states)
         return self.map(update, self.counts, self.places, self.parameters, self.moments1, steps)
 
     def summed(self, tensors):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from sporeloom.checkpoint.contents import is_trained
 from sporeloom.checkpoint.manifest import checkpoints
 from sporeloom.core.errors import ConfigError, Problems
 from sporeloom.core.files import unwritable
@@ -22,6 +23,7 @@ from sporeloom.data.tokenizer import find_tokenizer
 from sporeloom.models.adapters import LoRAConfig
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import with_precision
+from sporeloom.models.parameters import parameter_shapes
 from sporeloom.runtime.environment import is_first_process
 from sporeloom.strategy.certificate import about_task, check_certificate, covered_settings
 from sporeloom.strategy.checks import adapter_problems, batch_problems, group_problems, launch_problems, model_problems
@@ -39,7 +41,10 @@ from sporeloom.train.flags import (
     RunFlags,
 )
 from sporeloom.train.folder import earlier_run, folder_problems, settled
+from sporeloom.train.groups import ParameterGroups, read_groups
 from sporeloom.train.loss_scale import FLOAT16_INITIAL
+from sporeloom.train.schedule_flags import ScheduleFlags
+from sporeloom.train.schedules import learning_rate
 from sporeloom.train.spikes import parse_steps
 
 MAX_TOKENS = 1 << 28
@@ -53,6 +58,7 @@ class TrainingConfig(
     CheckpointFlags,
     FaultFlags,
     PrecisionFlags,
+    ScheduleFlags,
     OptimizerFlags,
     ParallelFlags,
     ModelFlags,
@@ -148,11 +154,19 @@ class Run:
     """Initial loss scale; None: the loss is not scaled."""
     random_ltd: RandomLTD | None = None
     """Layers that drop tokens."""
+    groups: ParameterGroups | None = None
+    """Parameters with a learning rate or weight decay of their own, and frozen ones."""
 
     @property
     def seq_len(self) -> int:
         """Maximum sequence length of the run."""
         return self.sizes.longest
+
+    def rate_of(self, update: int) -> float:
+        """Learning rate of an update of the weights, counted from 1."""
+        steps = self.warmup_steps, self.decay_steps
+        rates, options = (self.learning_rate, self.min_learning_rate), self.config.schedule_options()
+        return learning_rate(update, *rates, *steps, self.config.schedule, options)
 
 
 def check(config: TrainingConfig, num_processes: int | None) -> Run:
@@ -196,10 +210,11 @@ def check(config: TrainingConfig, num_processes: int | None) -> Run:
         problems += adapter_problems(strategy) if lora else []
     if config.certificate and model and strategy:
         problems.of(_check_certificate, config, config.certificate, family, model, strategy, seq_len, lora)
+    groups = problems.of(_groups, config, model, lora) if model and config.parameter_groups else None
     problems += _folder_problems(config)
+    numbers = problems.of(_schedule_numbers, config) if family and config.steps > 0 else None
     problems.tell()
-    assert model and strategy and sizes
-    high, low = config.default_rates()
+    assert model and strategy and sizes and numbers
     return Run(
         config=config,
         family=family,
@@ -208,13 +223,56 @@ def check(config: TrainingConfig, num_processes: int | None) -> Run:
         data=data,
         lora=lora,
         sizes=sizes,
-        learning_rate=high if config.learning_rate is None else config.learning_rate,
-        min_learning_rate=low if config.min_learning_rate is None else config.min_learning_rate,
-        warmup_steps=min(2000, config.steps // 10) if config.warmup_steps is None else config.warmup_steps,
-        decay_steps=config.decay_steps or config.steps,
+        **numbers,
         loss_scale=loss_scale,
         random_ltd=random_ltd,
+        groups=groups,
     )
+
+
+def _groups(config: TrainingConfig, model: ModelConfig, lora: LoRAConfig | None) -> ParameterGroups:
+    """The parameter groups of the run.
+
+    Raises:
+        ConfigError: they cannot be read, or do not fit what is trained.
+    """
+    assert config.parameter_groups
+    names = [name for name in (lora.shapes(model) if lora else parameter_shapes(model)) if is_trained(name)]
+    groups = read_groups(config.parameter_groups, names)
+    problems = []
+    if config.optimizer == "sgd":
+        problems.append(
+            f"--parameter-groups {config.parameter_groups}: --optimizer sgd has none; use adamw, adafactor or muon"
+        )
+    if config.certificate:
+        problems.append(
+            f"--certificate {config.certificate}: it covers runs without --parameter-groups; leave either out"
+        )
+    if lora and groups.frozen_names:
+        problems.append(
+            f"--parameter-groups {config.parameter_groups}: adapters are frozen by leaving them out of LoRA's layers"
+        )
+    if problems:
+        raise ConfigError(problems)
+    return groups
+
+
+def _schedule_numbers(config: TrainingConfig) -> dict[str, Any]:
+    """The rates and steps of the learning rate schedule, defaults included.
+
+    Raises:
+        ConfigError: they do not fit the schedule.
+    """
+    high, low = config.default_rates()
+    numbers: dict[str, Any] = {
+        "learning_rate": high if config.learning_rate is None else config.learning_rate,
+        "min_learning_rate": low if config.min_learning_rate is None else config.min_learning_rate,
+        "warmup_steps": min(2000, config.steps // 10) if config.warmup_steps is None else config.warmup_steps,
+        "decay_steps": config.decay_steps or config.steps,
+    }
+    if problems := [*config.schedule_problems(), *config.schedule_step_problems(*numbers.values())]:
+        raise ConfigError(problems)
+    return numbers
 
 
 def _check_certificate(
@@ -326,6 +384,11 @@ def _strategy_problems(
         yield (
             f"{strategy.at('pipeline.virtual_stages')}: {config.task} also runs the model by itself, a stage after "
             "the other; leave virtual stages out"
+        )
+    if strategy.pipeline.virtual_stages > 1 and getattr(config, "validation_data", None):
+        yield (
+            f"{strategy.at('pipeline.virtual_stages')}: --validation-data runs the model by itself, a stage after the other; "
+            "leave virtual stages out, or score checkpoints with sporeloom score"
         )
     for batch_size, length in sizes.shapes() if sizes else []:
         yield from batch_problems(strategy, batch_size // config.rows_per_unit, length, config.accumulate)

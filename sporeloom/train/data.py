@@ -21,7 +21,7 @@ from sporeloom.data.packing import Arrangement, BestFit, ShuffledStream, Stream,
 from sporeloom.data.sources import DocumentSource
 from sporeloom.data.token_file import TokenFile
 from sporeloom.data.tokenize import TokenizeJob, tokenize
-from sporeloom.data.tokenizer import Tokenizer, content_hash, folder_tokenizer, load_tokenizer
+from sporeloom.data.tokenizer import Tokenizer, content_hash, find_tokenizer, folder_tokenizer, load_tokenizer
 from sporeloom.models.family import family_module
 from sporeloom.train.config import Run
 
@@ -38,6 +38,18 @@ def open_loader(run: Run, rank: int) -> tuple[Tokenizer, Loader | MegatronLoader
     tokenizer = load_tokenizer(run.family, run.config.tokenizer, run.model)
     sizes = run.model.eod_id, run.model.vocab_size
     return tokenizer, MegatronLoader(run.data.megatron, run.sizes, run.config.steps, *sizes, _rows(run, rank))
+
+
+def tokenizer_path(run: Run) -> Path:
+    """Path of the tokenizer of the data, which exists once they are open."""
+    config = run.config
+    if config.tokenizer is not None:
+        return config.tokenizer
+    if run.data.parts is not None:
+        return find_tokenizer(run.family, run.data.parts[0].tokens.folder)
+    name = Path(family_module(run.family, "tokenizer").FILE_NAMES[0])
+    content = hashlib.sha256("\x00".join(run.data.documents).encode()).hexdigest()
+    return config.output_dir / "data" / f"{name.stem}-{content[:16]}-{run.model.vocab_size}{name.suffix}"
 
 
 def prepare_data(run: Run, rank: int) -> tuple[Tokenizer, Loader]:
@@ -85,10 +97,8 @@ def _tokenized(run: Run, rank: int) -> tuple[Tokenizer, BlendEntry]:
     content = hashlib.sha256("\x00".join(documents).encode())
     if first:
         folder.mkdir(parents=True, exist_ok=True)
-    path = config.tokenizer
-    if path is None:
-        name = Path(module.FILE_NAMES[0])
-        path = folder / f"{name.stem}-{content.hexdigest()[:16]}-{run.model.vocab_size}{name.suffix}"
+    path = tokenizer_path(run)
+    if config.tokenizer is None:
 
         def train_tokenizer(partial: Path) -> None:
             partial.write_bytes(module.train_tokenizer(documents, run.model.vocab_size))

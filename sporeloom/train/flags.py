@@ -11,7 +11,6 @@ from sporeloom.core.command_line import option, run_file
 from sporeloom.core.numbers import Count, Natural, NotNegative, Positive, Rate
 from sporeloom.models.config import AttentionKernel, ComputeDtype
 from sporeloom.strategy.flags import StrategyFlags
-from sporeloom.train.schedules import Schedule
 
 Optimizer = Literal["adamw-original", "adamw", "muon", "sgd", "adafactor", "adafactor-factored"]
 MuonScale = Literal["spectral", "shape", "unit-rms"]
@@ -43,6 +42,11 @@ class RunFlags:
     def checkpoint_dir(self) -> Path:
         """Folder of the trained model, unsharded, for tools/generate.py and the other tools."""
         return self.output_dir / "checkpoint"
+
+    @property
+    def best_dir(self) -> Path:
+        """Folder of the model with the lowest validation loss."""
+        return self.output_dir / "best_checkpoint"
 
     @property
     def states_dir(self) -> Path:
@@ -105,7 +109,7 @@ class ParallelFlags(StrategyFlags):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerFlags:
-    """The optimizer and its learning rate schedule."""
+    """The optimizer and its maximum learning rate."""
 
     heading: ClassVar[str] = "optimizer"
     common: ClassVar[tuple[str, ...]] = ("learning_rate",)
@@ -117,18 +121,6 @@ class OptimizerFlags:
         "adafactor (PaLM), or adafactor-factored (its second moment is kept as row and column means)",
     )
     learning_rate: NotNegative | None = option(None, "maximum learning rate (default: the family's for this size)")
-    schedule: Schedule = option(
-        "cosine", "learning rate schedule; inverse-sqrt is PaLM's: constant until --decay-steps, then 1/sqrt(step)"
-    )
-    min_learning_rate: NotNegative | None = option(
-        None, "minimum learning rate: the end of the cosine, or a lower bound (default: the family's for this size)"
-    )
-    warmup_steps: Natural | None = option(
-        None, "number of linear warm-up steps (default: a tenth of the run, at most 2000)"
-    )
-    decay_steps: Count | None = option(
-        None, "step at which the cosine ends or the 1/sqrt(step) decay begins (default: the last step of the run)"
-    )
     adam_beta1: Rate = option(0.9, "decay rate of AdamW's first moment")
     adam_beta2: Rate = option(0.95, "decay rate of AdamW's second moment")
     adam_epsilon: NotNegative = option(1e-8, "AdamW's epsilon, added to the square root of the second moment")
@@ -151,8 +143,35 @@ class OptimizerFlags:
         "that converge)",
     )
     muon_adam_factor: Positive = option(1.0, "factor of the learning rate for the parameters that AdamW updates")
+    parameter_groups: Path | None = option(
+        None,
+        "YAML file of groups of parameters with a learning rate factor or weight decay of their own, or frozen "
+        "(default: none)",
+    )
     max_grad_norm: NotNegative = option(
         1.0, "maximum global norm of the gradients (gradient clipping); 0: report the norm without clipping"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationFlags:
+    """Losses of texts that are not trained on, and what follows from them."""
+
+    heading: ClassVar[str] = "validation"
+    common: ClassVar[tuple[str, ...]] = ("validation_data", "validate_every")
+
+    validation_data: tuple[str, ...] = option(
+        (),
+        "NAME=PATH ...: validation sets, each a text or a folder of token files; their losses are computed while training "
+        "and after the last step (default: none)",
+    )
+    validate_every: Natural = option(0, "interval in steps between validations; 0: after the last step only")
+    early_stopping_patience: Natural = option(
+        0,
+        "number of validations, one after another, without a lower validation loss after which training stops; 0: never",
+    )
+    keep_best: bool = option(
+        False, "keep the model with the lowest validation loss in best_checkpoint of the output folder"
     )
 
 

@@ -18,6 +18,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore import dtype as mstype
 
 from sporeloom.train.flags import MuonIteration, MuonScale
+from sporeloom.train.groups import Scales
 from sporeloom.train.optim import AdamW
 
 Phase = tuple[tuple[float, float, float], int]
@@ -141,6 +142,7 @@ class Muon(nn.Cell):
         is_muon: whether Muon updates a parameter, by its name and shape.
         splits: rows of fused matrices by parameter name.
         adam_rate_factor: times the learning rate for AdamW's parameters.
+        scales: learning rate factor and weight decay of each parameter, where groups of them have their own.
 
     Raises:
         ValueError: a split that does not fit its matrix.
@@ -163,6 +165,7 @@ class Muon(nn.Cell):
         beta1: float = 0.95,
         beta2: float = 0.95,
         adam_epsilon: float = 1e-8,
+        scales: Scales | None = None,
     ):
         super().__init__(auto_prefix=False)
         self.parameters = ParameterTuple(parameters)
@@ -174,7 +177,9 @@ class Muon(nn.Cell):
         for state in self.momenta:
             state.requires_grad = False
         others = [parameters[i] for i in self.adam_places]
-        self.adam = AdamW(others, beta1, beta2, adam_epsilon, weight_decay, bias_correction=True) if others else None
+        of_adam = scales.of(self.adam_places) if scales else None
+        adam = (beta1, beta2, adam_epsilon, weight_decay)
+        self.adam = AdamW(others, *adam, bias_correction=True, scales=of_adam) if others else None
         self.nesterov, self.weight_decay, self.adam_rate_factor = nesterov, weight_decay, adam_rate_factor
         dtype = self.matrices[0].dtype if self.muon_places else mstype.float32
         self.momentum = Tensor(momentum, dtype)
@@ -189,12 +194,19 @@ class Muon(nn.Cell):
                 Orthogonalizer(shape, phases, epsilon, partial(size_factor, scale, scale_factor), split, dtype)
             )
         self.orthogonalizers = nn.CellList(cells)
+        self.is_grouped = scales is not None
+        if scales is not None:
+            own = scales.of(self.muon_places)
+            decays = own.decays_or([weight_decay] * len(self.muon_places))
+            self.factors = tuple(Tensor(factor, dtype) for factor in own.factors)
+            self.decays = tuple(Tensor(d * f, dtype) for d, f in zip(decays, own.factors, strict=True))
         self.assign, self.assign_sub = ops.Assign(), ops.AssignSub()
 
     def prepare(self, update: int, learning_rate: float) -> None:
         """Set the numbers of an update, counted from 1; steps that update nothing are not counted."""
         self.rate.set_data(Tensor(learning_rate, self.rate.dtype))
-        self.decay.set_data(Tensor(learning_rate * self.weight_decay, self.decay.dtype))
+        decay = learning_rate * (1.0 if self.is_grouped else self.weight_decay)
+        self.decay.set_data(Tensor(decay, self.decay.dtype))
         if self.adam:
             self.adam.prepare(update, learning_rate * self.adam_rate_factor)
 
@@ -209,7 +221,11 @@ class Muon(nn.Cell):
             gradient, weight = gradients[self.muon_places[i]], self.matrices[i]
             state = self.assign(self.momenta[i], momentum * self.momenta[i] + gradient)
             used = gradient + momentum * state if self.nesterov else state
-            step = rate * self.orthogonalizers[i](used) + decay * weight
+            if self.is_grouped:
+                update = self.factors[i] * rate * self.orthogonalizers[i](used)
+                step = update + self.decays[i] * decay * weight
+            else:
+                step = rate * self.orthogonalizers[i](used) + decay * weight
             done = (*done, self.assign_sub(weight, step))
         if self.adam is not None:
             others = ()

@@ -11,6 +11,8 @@ import math
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore import dtype as mstype
 
+from sporeloom.train.groups import Scales
+
 _sgd = ops.MultitypeFuncGraph("sgd")
 
 
@@ -27,6 +29,20 @@ def _updates(adam):
     def _update_or_not(rate, epsilon, decay, beta1, beta2, decayed, weight, moment1, moment2, gradient):
         weight_decay = decay if decayed else ops.zeros_like(decay)
         return adam(weight, moment1, moment2, rate, beta1, beta2, epsilon, weight_decay, gradient)
+
+    @update.register(
+        *("Tensor", "Tensor", "Tensor", "Float", "Float"),
+        *("Float", "Float", "Tensor", "Tensor", "Tensor", "Tensor"),
+    )
+    def _grouped(rate, epsilon, decay, beta1, beta2, factor, own_decay, weight, moment1, moment2, gradient):
+        return adam(weight, moment1, moment2, rate * factor, beta1, beta2, epsilon, decay * own_decay, gradient)
+
+    @update.register(
+        *("Tensor", "Tensor", "Tensor", "Tensor", "Tensor"),
+        *("Float", "Float", "Tensor", "Tensor", "Tensor", "Tensor"),
+    )
+    def _grouped_or_not(rate, epsilon, decay, beta1, beta2, factor, own_decay, weight, moment1, moment2, gradient):
+        return adam(weight, moment1, moment2, rate * factor, beta1, beta2, epsilon, decay * own_decay, gradient)
 
     return update
 
@@ -58,7 +74,8 @@ class AdamW(nn.Cell):
 
     `bias_correction=False` is the reference implementation's (AdamWeightDecay): p -= lr (m / (sqrt(v) + eps) + wd p).
     With it, the standard one: m and v are divided by 1 - beta^t first. Both are the same fused operator, given other
-    numbers by `prepare`. `on_host`: the moments lie in the host's memory, whose processors update the parameters.
+    numbers by `prepare`. `on_host`: the moments lie in the host's memory, whose processors update the parameters. `scales`:
+    learning rate factor and weight decay of each parameter, where groups of them have their own.
     """
 
     def __init__(
@@ -70,6 +87,7 @@ class AdamW(nn.Cell):
         weight_decay=0.1,
         bias_correction=False,
         on_host=False,
+        scales: Scales | None = None,
     ):
         super().__init__(auto_prefix=False)
         self.update = _adam_on_host if on_host else _adam
@@ -84,6 +102,10 @@ class AdamW(nn.Cell):
             optimizer_number("decay"),
         )
         self.decayed = tuple(is_decayed(parameter.name) for parameter in parameters)
+        self.is_grouped = scales is not None
+        if scales is not None:
+            own = [weight_decay if is_it else 0.0 for is_it in self.decayed]
+            self.factors, self.decays = scales.factors, scales.decays_or(own)
         self.map = ops.HyperMap()
 
     def prepare(self, update: int, learning_rate: float) -> None:
@@ -93,7 +115,7 @@ class AdamW(nn.Cell):
             scale1, scale2 = 1 - self.beta1**update, math.sqrt(1 - self.beta2**update)
         set_number(self.rate, learning_rate * scale2 / scale1)
         set_number(self.adapted_epsilon, self.epsilon * scale2)
-        set_number(self.decay, self.weight_decay * scale1 / scale2)
+        set_number(self.decay, (1.0 if self.is_grouped else self.weight_decay) * scale1 / scale2)
 
     def construct(self, gradients, overflow=None):
         """With `overflow`, a bool that the gradients, then all 0, were not finite, nothing changes where it is true."""
@@ -103,6 +125,9 @@ class AdamW(nn.Cell):
             beta1 = ops.masked_fill(Tensor(beta1, mstype.float32), overflow, 1.0)
             beta2 = ops.masked_fill(Tensor(beta2, mstype.float32), overflow, 1.0)
         update = ops.partial(self.update, rate, self.adapted_epsilon, self.decay, beta1, beta2)
+        if self.is_grouped:
+            states = (self.parameters, self.moments1, self.moments2)
+            return self.map(update, self.factors, self.decays, *states, gradients)
         return self.map(update, self.decayed, self.parameters, self.moments1, self.moments2, gradients)
 
 

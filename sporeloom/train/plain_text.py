@@ -24,6 +24,8 @@ from sporeloom.data.tokenizer import content_hash, find_tokenizer
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import config_with_file, family_module, size_config
 from sporeloom.train.config import TrainingConfig
+from sporeloom.train.flags import ValidationFlags
+from sporeloom.train.validation_data import validation_problems
 
 
 class PlainText(NamedTuple):
@@ -72,7 +74,7 @@ class RandomLTDFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(RandomLTDFlags, SizeFlags, TrainingConfig):
+class TrainConfig(RandomLTDFlags, ValidationFlags, SizeFlags, TrainingConfig):
     """The flags of `sporeloom train`."""
 
     task: ClassVar[str] = "pretraining"
@@ -141,6 +143,7 @@ class TrainConfig(RandomLTDFlags, SizeFlags, TrainingConfig):
         return _sizes(self, seq_len)
 
     def problems(self) -> Iterator[str]:
+        yield from validation_problems(self)
         if self.packing == "best-fit" and self.seq_len_growth:
             yield "--packing best-fit: sequences of one length only; leave out --seq-len-growth"
         if self.curriculum:

@@ -30,13 +30,15 @@ from sporeloom.parallel.step import TrainStep
 from sporeloom.runtime.engine import Engine
 from sporeloom.runtime.spmd.drawing import drawing_later
 from sporeloom.train.adafactor import Adafactor
-from sporeloom.train.config import Run, TrainingConfig, is_sharded
+from sporeloom.train.config import Run, is_sharded
+from sporeloom.train.groups import Scales
 from sporeloom.train.loss_scale import LossScale
 from sporeloom.train.muon import ITERATIONS, Muon
 from sporeloom.train.optim import SGD, AdamW
 from sporeloom.train.saving import BEGIN_AS_ZEROS, WEIGHTS, leave_undrawn
 from sporeloom.train.spikes import SpikeGuard
 from sporeloom.train.task import Task
+from sporeloom.train.validation import Validation
 
 
 @dataclass
@@ -54,6 +56,8 @@ class Training:
     loss_scale: LossScale | None
     guard: SpikeGuard | None = None
     """Handler of loss spikes, which leads back to a checkpoint."""
+    validation: Validation | None = None
+    """Losses of validation sets, where the run has some."""
     compiled: set[tuple[int, ...]] = dataclasses.field(default_factory=set)
     """Batch shapes that graphs are compiled for."""
     updates: int = 0
@@ -85,6 +89,9 @@ def start(run: Run) -> Training:
     report = parallelize(net, run.strategy)  # before the data: it may find mistakes, and nothing is written yet
     task.open_data()
     training = _build_step(run, engine, task, net, report)
+    if sets := task.validation_sets():
+        patience: int = config.early_stopping_patience  # type: ignore[attr-defined]
+        training.validation = Validation(run, engine, net, sets, patience)
     what = f"{config.model_name()}: {num_parameters(run.model):,} parameters"
     if run.lora:
         trained = sum(map(math.prod, run.lora.shapes(run.model).values()))
@@ -110,10 +117,14 @@ def _with_shared_folder(run: Run, engine: Engine) -> Run:
 def _network(run: Run, engine: Engine, task: Task) -> nn.Cell:
     """Create the task's network. CPU processes initialize no weights that belong to other stages or come from a
     checkpoint."""
-    if not engine.partitions_itself:
-        return task.network()
-    with drawing_later():
+    with drawing_later() if engine.partitions_itself else contextlib.nullcontext():
         net = task.network()
+    frozen = run.groups.frozen_names if run.groups else []
+    for parameter in net.get_parameters() if frozen else ():
+        if parameter.name.removeprefix(WEIGHTS) in frozen:
+            parameter.requires_grad = False
+    if not engine.partitions_itself:
+        return net
     if run.config.resume or run.config.from_checkpoint:
         new = tuple(f"{WEIGHTS}{name}" for name in task.new_weights)
         given = (p for p in net.get_parameters() if p.name.startswith(WEIGHTS) and p.name not in new)
@@ -184,7 +195,7 @@ def _build_step(run: Run, engine: Engine, task: Task, net: nn.Cell, report: Repo
     step.graph_key = {
         "family": run.family,
         "model": run.model.to_dict(),
-        "optimizer": optimizer_settings(config),
+        "optimizer": optimizer_settings(run),
         "accumulate": config.accumulate,
         "loss_scale": run.loss_scale is not None,
         "lora": adapter_settings(run),
@@ -200,8 +211,9 @@ def _build_step(run: Run, engine: Engine, task: Task, net: nn.Cell, report: Repo
 
 def _optimizer(run: Run, engine: Engine, net: nn.Cell, report: Report) -> AdamW | SGD | Adafactor | Muon:
     weights = net.trainable_params()
+    scales = run.groups.scales([weight.name.removeprefix(WEIGHTS) for weight in weights]) if run.groups else None
     if run.config.optimizer == "muon":
-        return _muon(run, weights, report)
+        return _muon(run, weights, report, scales)
     if run.config.optimizer == "sgd":
         return SGD(weights)
     if run.config.optimizer.startswith("adafactor"):
@@ -212,6 +224,7 @@ def _optimizer(run: Run, engine: Engine, net: nn.Cell, report: Report) -> AdamW 
             factored=run.config.optimizer == "adafactor-factored",
             beta1=run.config.adam_beta1,
             weight_decay=run.config.weight_decay,
+            scales=scales,
         )
     return AdamW(
         weights,
@@ -221,10 +234,11 @@ def _optimizer(run: Run, engine: Engine, net: nn.Cell, report: Report) -> AdamW 
         weight_decay=run.config.weight_decay,
         bias_correction=run.config.optimizer == "adamw",
         on_host=run.strategy.optimizer_on_host,
+        scales=scales,
     )
 
 
-def _muon(run: Run, weights: list[Parameter], report: Report) -> Muon:
+def _muon(run: Run, weights: list[Parameter], report: Report, scales: Scales | None) -> Muon:
     """Raises:
     ConfigError: MindSpore's partitioner would shard its matrices.
     """
@@ -247,6 +261,7 @@ def _muon(run: Run, weights: list[Parameter], report: Report) -> Muon:
         beta1=config.adam_beta1,
         beta2=config.adam_beta2,
         adam_epsilon=config.adam_epsilon,
+        scales=scales,
     )
 
 
@@ -254,7 +269,8 @@ def adapter_settings(run: Run) -> dict[str, Any]:
     return dataclasses.asdict(run.lora) if run.lora else {}
 
 
-def optimizer_settings(config: TrainingConfig) -> dict[str, Any]:
+def optimizer_settings(run: Run) -> dict[str, Any]:
+    config = run.config
     names = [field.name for field in dataclasses.fields(config) if field.name.startswith("muon_")]
     return {
         **({name: getattr(config, name) for name in names} if config.optimizer == "muon" else {}),
@@ -264,5 +280,6 @@ def optimizer_settings(config: TrainingConfig) -> dict[str, Any]:
         "adam_epsilon": config.adam_epsilon,
         "weight_decay": config.weight_decay,
         "max_grad_norm": config.max_grad_norm,
-        "schedule": config.schedule,
+        "parameter_groups": run.groups and run.groups.settings(),
+        **config.schedule_settings(),
     }

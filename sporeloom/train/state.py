@@ -62,15 +62,17 @@ def make_saver(training: Training, steps_done: int) -> Saver:
 def _state(training: Training) -> dict[str, Any]:
     """The state that a resumed run needs besides tensors. Sample order and learning rate are functions of these
     and the step."""
-    run, config = training.run, training.run.config
+    run = training.run
     return {
         "data": training.task.data_state(),
-        "optimizer": optimizer_settings(config),
+        "optimizer": optimizer_settings(run),
         "schedule": {name: getattr(run, name) for name in SCHEDULE},
         "updates": training.updates,
         "loss_scale": training.loss_scale and training.loss_scale.state(),
+        "validation": training.validation and training.validation.state(),
         "lora": adapter_settings(run),
         "beside": training.task.beside(),
+        "frozen": run.groups.frozen_names if run.groups else [],
         "task": training.task.state(),
     }
 
@@ -95,6 +97,8 @@ def resume(training: Training) -> int:
     training.run = run = dataclasses.replace(
         run, **{name: value for name, value in _saved_schedule(folder, manifest).items() if name not in given}
     )
+    if wrong := [*config.schedule_step_problems(*(getattr(run, name) for name in SCHEDULE))]:
+        raise ConfigError(wrong)
     changed = [
         f"{folder}: {part} {name} was {theirs[part].get(name)}, is {value}"
         for part in ("model", "data", "optimizer", "lora")
@@ -136,11 +140,14 @@ def _take_up(training: Training, folder: Path, manifest: Manifest) -> None:
         training.updates = int(manifest.state.get("updates", manifest.step))  # earlier releases counted every step
         if training.loss_scale and (saved := manifest.state.get("loss_scale")):
             training.loss_scale.restore(saved)
+        validation, earlier = training.validation, manifest.state.get("validation")
+        if validation and earlier and not validation.restore(earlier):
+            training.say("other validation sets than before: the best validation loss starts anew")
         training.task.restore(manifest.state.get("task") or {})
     except (TypeError, ValueError, LookupError, AttributeError, OSError, zipfile.BadZipFile) as error:
         kind = type(error).__name__
         raise ConfigError(
-            f"{folder / MANIFEST}: damaged: state.updates, loss_scale or task cannot be read: {kind}: {error}"
+            f"{folder / MANIFEST}: damaged: state.updates, loss_scale, validation or task cannot be read: {kind}: {error}"
         ) from None
 
 

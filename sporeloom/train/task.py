@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from sporeloom.data.batch import Batch, dropout_keys, mtp_targets
 from sporeloom.data.tokenizer import Tokenizer
+from sporeloom.data.windows import Windows
 from sporeloom.models.family import family_module
 from sporeloom.nn.lora import attach_adapters
 from sporeloom.nn.token_drop import attach_token_drop
@@ -131,6 +132,10 @@ class Task(ABC):
 
     def restore(self, state: dict[str, Any]) -> None:  # noqa: B027 (likewise)
         """Restore the state that `state` returned."""
+
+    def validation_sets(self) -> Mapping[str, Windows]:
+        """Named texts to validate with, after `open_data`; none where a task has no validation."""
+        return {}
 
     def add_files(self, folder: Path) -> None:
         """Add further files of a model to its folder."""

@@ -13,35 +13,32 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError
 
-from sporeloom.checkpoint.adapters import Adapter, write_adapter
 from sporeloom.checkpoint.manifest import FOLDER
-from sporeloom.checkpoint.model_folder import load_config, save_checkpoint
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.files import recover_folder, remove, write_text_atomically
 from sporeloom.core.json_text import json_text
 from sporeloom.core.lines import first_line
 from sporeloom.core.locks import one_writer
-from sporeloom.models.parameters import Shapes, parameter_shapes
 from sporeloom.parallel.report import Report
 from sporeloom.runtime.engine import Engine
 from sporeloom.runtime.environment import is_first_process
-from sporeloom.runtime.gather import gather_whole
 from sporeloom.train.config import Run
+from sporeloom.train.export import trained_shapes, write_model
 from sporeloom.train.folder import clear, point_to
 from sporeloom.train.metrics import MetricsWriter, StepMetrics
 from sporeloom.train.optim import set_number
 from sporeloom.train.rerun import run_twice
 from sporeloom.train.saving import Saver, start_from, versions
-from sporeloom.train.schedules import learning_rate
 from sporeloom.train.spikes import parse_steps
 from sporeloom.train.start import Training, compile_for, start
 from sporeloom.train.state import SCHEDULE, make_saver, resume, rewind
+from sporeloom.train.validation import Validation
 
 FLOAT32_BYTES = 4
 LEFTOVERS = (
     ".checkpoint_parts-*",
-    ".checkpoint.*.partial",
-    ".checkpoint.replaced",
+    ".*checkpoint.*.partial",
+    ".*checkpoint.replaced",
     ".*.json.*.partial",
     "data/.*.partial",
 )
@@ -58,6 +55,7 @@ def train(run: Run) -> Path | None:
         return _train(run)
     with one_writer(run.config.output_dir):
         recover_folder(run.config.checkpoint_dir)
+        recover_folder(run.config.best_dir)
         for pattern in LEFTOVERS:
             for path in run.config.output_dir.glob(pattern):
                 remove(path)
@@ -93,20 +91,21 @@ def _train(run: Run) -> Path | None:
             done, first, last = run_steps(training, writer, saver, steps_done)
     else:
         done, first, last = run_steps(training, None, saver, steps_done)
-    if done == config.steps and (config.save_every or config.save_minutes):
+    is_stopped_early = training.validation is not None and training.validation.best.is_over
+    is_done = done == config.steps or is_stopped_early
+    if is_done and (config.save_every or config.save_minutes):
         saver.save(done)
     saver.wait()
     training.engine.largest(0)  # nobody leaves before all is written: msrun ends the others with the first
-    if done < config.steps:
+    if not is_done:
         training.say(f"stopped after step {done}; --resume continues from there")
         training.engine.largest(0)  # likewise: before it is reported
         return None
     if first and last:
-        training.say(f"loss {first.loss:.4f} -> {last.loss:.4f} in {config.steps - steps_done} steps")
-    try:
-        _save(training, saver.token)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(_not_written(config.checkpoint_dir, error, saver)) from None
+        training.say(f"loss {first.loss:.4f} -> {last.loss:.4f} in {done - steps_done} steps")
+    if training.validation and done < config.steps:
+        training.say(f"stopped early after step {done}: {training.validation.best.describe()}")
+    _write(training, config.checkpoint_dir, saver)
     training.say(f"checkpoint in {config.checkpoint_dir}")
     return config.checkpoint_dir
 
@@ -118,13 +117,18 @@ def run_steps(
     them; None where none was left or all were skipped."""
     run, guard, first, last, step = training.run, training.guard, None, None, steps_done
     left_out, log_rank = parse_steps(run.config.skip_steps), run.strategy.mesh.first_rank_of_last_stage
-    for step in range(steps_done + 1, run.config.steps + 1):
+    for number in range(steps_done + 1, run.config.steps + 1):
+        if training.validation and training.validation.best.is_over:
+            break
+        step = number
         if any(step in steps for steps in left_out):
             if writer:
                 writer.pass_over()
         else:
             metrics = _one_step(training, step)
             is_spike = guard is not None and training.engine.share(guard.is_spike(metrics.loss), log_rank)
+            if training.validation and not is_spike and training.validation.is_due(step, run.config.steps):
+                metrics = _validated(training, training.validation, metrics, saver)
             with saver.saving_after_an_error(step):
                 if writer:
                     writer.write(metrics)
@@ -146,8 +150,8 @@ def _one_step(training: Training, step: int) -> StepMetrics:
     """
     compile_for(training, step - 1)
     run, engine, start = training.run, training.engine, time.perf_counter()
-    high, low, update = run.learning_rate, run.min_learning_rate, training.updates + 1
-    rate = learning_rate(update, high, low, run.warmup_steps, run.decay_steps, run.config.schedule)
+    update = training.updates + 1
+    rate = run.rate_of(update)
     training.optimizer.prepare(update, rate)
     scale = training.loss_scale
     if scale:
@@ -174,6 +178,18 @@ def _one_step(training: Training, step: int) -> StepMetrics:
     return StepMetrics(step, told_loss, rate, norm_or_none, seconds, tokens, used_scale, more)
 
 
+def _validated(training: Training, validation: Validation, metrics: StepMetrics, saver: Saver) -> StepMetrics:
+    """Metrics of a step with those of a validation after it; the model is written where it is the best so far."""
+    config: Any = training.run.config
+    losses = validation.losses()
+    told = ", ".join(f"{name} {losses[f'validation/{name}/loss']:.4f}" for name in validation.sets)
+    training.say(f"step {metrics.step}: validation loss {told}")
+    if validation.best.follow(metrics.step, losses["validation/loss"]) and config.keep_best:
+        _write(training, config.best_dir, saver)
+        training.engine.largest(0)  # a rank that went on would wait in a step for the one that writes
+    return dataclasses.replace(metrics, more={**metrics.more, **losses})
+
+
 def _not_finite(engine: Engine, step: int, loss: float, norm: float) -> str:
     told = f"step {step}: loss {loss}, gradient norm {norm}"
     found = engine.backend.first_not_finite()
@@ -183,41 +199,34 @@ def _not_finite(engine: Engine, step: int, loss: float, norm: float) -> str:
     return f"{told}; first not finite: {' and '.join(found) or 'no operator, so a weight was'}"
 
 
-def _save(training: Training, token: int) -> None:
-    """Write the full model, or the adapters. `token` separates this run's files from those of one that was killed
-    here."""
-    run, config = training.run, training.run.config
-    wanted = {f"model.{name}" for name in _shapes(run)}
-    parts_folder = config.output_dir / f".checkpoint_parts-{token}"
-    whole = gather_whole(training.step, training.engine, training.report, parts_folder, wanted.__contains__)
-    if whole is None:
-        return
-    named = {name.removeprefix("model."): value for name, value in whole.items()}
-    if run.lora:
-        assert config.from_checkpoint
-        adapter, base = Adapter(run.lora, named), config.from_checkpoint
-        write_adapter(config.checkpoint_dir, adapter, *load_config(base), base, training.task.add_files)
-    else:
-        save_checkpoint(config.checkpoint_dir, named, run.family, run.model, training.task.add_files)
-
-
-def _shapes(run: Run) -> Shapes:
-    """Shapes of the trained parameters: of the full model, or of adapters."""
-    return run.lora.shapes(run.model) if run.lora else parameter_shapes(run.model)
-
-
 def _check_room(run: Run) -> None:
     """Raises:
     ConfigError: the disk has not even room for what is written in the end, and for one state if there are any.
     """
-    config, numbers = run.config, sum(map(math.prod, _shapes(run).values()))
-    copies = 1 + (config.save_every > 0 or config.save_minutes > 0) * (1 if config.optimizer == "sgd" else 2)
+    config, numbers = run.config, sum(map(math.prod, trained_shapes(run).values()))
+    copies = (
+        1
+        + getattr(config, "keep_best", False)
+        + (config.save_every > 0 or config.save_minutes > 0) * (1 if config.optimizer == "sgd" else 2)
+    )
     free, needed = shutil.disk_usage(config.output_dir).free, FLOAT32_BYTES * numbers * copies
     if free < needed:
         raise ConfigError(
             f"{config.output_dir}: {free / 1e6:,.1f} MB are free, the run writes at least {needed / 1e6:,.1f} MB of weights "
             "and states there; make room, or give another --output-dir"
         )
+
+
+def _write(training: Training, folder: Path, saver: Saver) -> None:
+    """Write the model to `folder`.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        write_model(training, folder, saver.token)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(_not_written(folder, error, saver)) from None
 
 
 def _not_written(folder: Path, error: OSError | SafetensorError, saver: Saver) -> str:

@@ -16,6 +16,7 @@ from sporeloom.train import state, trainer
 from sporeloom.train.adafactor import Adafactor
 from sporeloom.train.loss_scale import LossScale
 from sporeloom.train.optim import AdamW
+from sporeloom.train.schedules import learning_rate
 from sporeloom.train.spikes import SpikeGuard
 
 HIGH, LOW, WARMUP, DECAY = 1.0, 0.1, 4, 20
@@ -42,16 +43,11 @@ def training_of(norms, monkeypatch, skip_steps=(), scaled=True, optimizer=None):
     """A run whose steps' gradients have these norms."""
     monkeypatch.setattr(trainer, "compile_for", lambda *_: None)
     given = iter(norms)
-    config = SimpleNamespace(
-        steps=len(norms) + len(skip_steps), schedule="cosine", rerun_every=0, skip_steps=skip_steps
-    )
+    config = SimpleNamespace(steps=len(norms) + len(skip_steps), rerun_every=0, skip_steps=skip_steps)
     return SimpleNamespace(
         run=SimpleNamespace(
             config=config,
-            learning_rate=HIGH,
-            min_learning_rate=LOW,
-            warmup_steps=WARMUP,
-            decay_steps=DECAY,
+            rate_of=lambda update: learning_rate(update, HIGH, LOW, WARMUP, DECAY),
             sizes=Sizes((1,), (1,)),
             strategy=SimpleNamespace(mesh=SimpleNamespace(first_rank_of_last_stage=0)),
         ),
@@ -66,6 +62,7 @@ def training_of(norms, monkeypatch, skip_steps=(), scaled=True, optimizer=None):
         batch=lambda _: [],
         loss_scale=LossScale(2.0**32) if scaled else None,
         guard=None,
+        validation=None,
         updates=0,
     )
 

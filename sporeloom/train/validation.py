@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Validation while training: losses of other texts by the present weights, the best of them, and when to stop."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mindspore import Tensor, nn
+from mindspore.nn.utils import no_init_parameters
+
+from sporeloom.data.windows import Windows
+from sporeloom.models.family import family_module
+from sporeloom.nn.loss import BatchTokenLosses
+from sporeloom.nn.replace import share_parameters
+from sporeloom.parallel.parallelize import parallelize
+from sporeloom.runtime.engine import Engine
+from sporeloom.train.config import Run
+
+
+@dataclass
+class BestLoss:
+    """The lowest validation loss of a run, and how many validations since then had none as low."""
+
+    patience: int = 0
+    """Number of these after which the run is over; 0: never."""
+    value: float | None = None
+    step: int = 0
+    num_worse: int = 0
+
+    def follow(self, step: int, loss: float) -> bool:
+        """Record the validation loss after `step`. Returns whether it is the lowest so far."""
+        if math.isfinite(loss) and (self.value is None or loss < self.value):
+            self.value, self.step, self.num_worse = loss, step, 0
+            return True
+        self.num_worse += 1
+        return False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run should stop."""
+        return 0 < self.patience <= self.num_worse
+
+    def describe(self) -> str:
+        """The lowest loss in words."""
+        if self.value is None:
+            return "no validation loss was finite"
+        return f"the lowest validation loss is {self.value:.4f}, of step {self.step}"
+
+    def state(self) -> dict[str, Any]:
+        """State that a resumed run needs."""
+        return {"value": self.value, "step": self.step, "num_worse": self.num_worse}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state."""
+        self.value = None if state["value"] is None else float(state["value"])
+        self.step, self.num_worse = int(state["step"]), int(state["num_worse"])
+
+
+class Validation:
+    """Computes the losses of validation sets. All ranks make the same calls.
+
+    The network has the parameters of the one that is trained, and its mesh. It computes what `sporeloom score` does: without
+    dropout, dropped tokens, losses of routers and multi-token prediction.
+    """
+
+    def __init__(self, run: Run, engine: Engine, net: nn.Cell, sets: Mapping[str, Windows], patience: int):
+        self.engine, self.sets = engine, sets
+        self.batch_size, self.every = run.config.batch_size, run.config.validate_every  # type: ignore[attr-defined]
+        self.best = BestLoss(patience)
+        self.net = _network(run, net)
+        self.source = run.strategy.mesh.first_rank_of_last_stage
+
+    def is_due(self, step: int, last: int) -> bool:
+        """Whether to validate after `step`."""
+        return step == last or (self.every > 0 and step % self.every == 0)
+
+    def losses(self) -> dict[str, float]:
+        """Metrics: the mean loss of the tokens of each set, and the mean over sets; the same on all ranks."""
+        found = {f"validation/{name}/loss": self._mean_loss(windows) for name, windows in self.sets.items()}
+        return {**found, "validation/loss": math.fsum(found.values()) / len(found)}
+
+    def _mean_loss(self, windows: Windows) -> float:
+        """Total loss of all tokens that count, divided by their number, in float64."""
+        total, num_tokens = 0.0, 0
+        for batch in windows.batches(self.batch_size):
+            counted = batch.loss_weights > 0
+            output = self.engine.run(self.net, *map(Tensor, batch))
+            if self.engine.is_log_rank:
+                losses = output.asnumpy().reshape(counted.shape)
+                total += float(losses[counted].sum(dtype="float64"))
+            num_tokens += int(counted.sum())
+        mean: float = self.engine.share(total / num_tokens, self.source)
+        return mean
+
+    def state(self) -> dict[str, Any]:
+        """State that a resumed run needs: the best loss, and of which sets it is."""
+        return {**self.best.state(), "sets": {name: w.tokens.info.content for name, w in self.sets.items()}}
+
+    def restore(self, state: Mapping[str, Any]) -> bool:
+        """Continue from a saved state. Returns whether its best loss is of the same sets; if not, it counts no more."""
+        is_same = dict(state["sets"]) == self.state()["sets"]
+        self.best.restore(state if is_same else dataclasses.asdict(BestLoss()))
+        return is_same
+
+
+def _network(run: Run, trained: nn.Cell) -> nn.Cell:
+    """Network of a batch's token losses with the parameters of the trained one.
+
+    Raises:
+        RuntimeError: it has a parameter that the trained one has not.
+    """
+    with no_init_parameters():
+        net: nn.Cell = family_module(run.family, "model").ModelWithLoss(run.model, BatchTokenLosses())
+    share_parameters(net.model, trained.model)
+    known = {id(parameter) for parameter in trained.get_parameters()}
+    if missing := [parameter.name for parameter in net.get_parameters() if id(parameter) not in known]:
+        raise RuntimeError(f"validation: {missing[0]} is not a parameter of the trained network")
+    parallelize(net, run.strategy, whole=False)
+    net.graph_key = {"family": run.family, "model": run.model.to_dict(), "validation": True}
+    return net.set_train(False)

@@ -24,7 +24,7 @@ from sporeloom.dry_run.config import DryRunConfig, check
 from sporeloom.dry_run.html import page
 from sporeloom.dry_run.pool import compile_ranks
 from sporeloom.dry_run.summary import summarize, text_report
-from sporeloom.models.family import size_config
+from sporeloom.models.config_file import named_model, with_model_folder
 from sporeloom.runtime.environment import prepare_environment
 from sporeloom.strategy.loader import load_strategy
 
@@ -32,8 +32,11 @@ from sporeloom.strategy.loader import load_strategy
 @dataclass(frozen=True, kw_only=True)
 class ExplainConfig:
     name: str = argument("parameter or operator, or the end of its name")
-    model: str = option("pangu", "model family")
+    model: str = option("pangu", "model family, or a model folder, also of Hugging Face")
     size: str = option("tiny", "built-in size of the family")
+    config: Path | None = option(
+        None, "JSON file with model configuration fields that replace those of the size (default: none)"
+    )
     strategy: Path = option(..., "strategy file, or name of a built-in strategy")
 
 
@@ -41,7 +44,8 @@ def main(argv: Sequence[str]) -> int:
     prepare_environment()
     if argv[:1] == ["explain"]:
         asked = parse_args(ExplainConfig, __doc__, argv[1:])
-        model, strategy = size_config(asked.model, asked.size), load_strategy(asked.strategy)
+        asked = with_model_folder(asked)
+        model, strategy = named_model(asked.model, asked.size, asked.config), load_strategy(asked.strategy)
         print(import_module("sporeloom.dry_run.explain").explain(asked.model, model, strategy, asked.name))
         return 0
     run = check(parse_args(DryRunConfig, __doc__, argv, check))

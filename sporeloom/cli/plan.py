@@ -26,7 +26,7 @@ from sporeloom.core.json_text import json_text
 from sporeloom.core.log import print_report
 from sporeloom.core.numbers import Count
 from sporeloom.core.shipped import DECODER, EXPERTS, shipped_names
-from sporeloom.models.family import size_config
+from sporeloom.models.config_file import NamedModel, is_model_config, model_folder, named_model, with_model_folder
 from sporeloom.planner.closed_forms import PRECISIONS, bytes_of_mask
 from sporeloom.planner.cluster import read_cluster
 from sporeloom.planner.dimensions import Dimensions, of_decoder, read_dimensions
@@ -51,7 +51,9 @@ class PlanConfig(Overwrite, TaskFlags):
         "out",
         "json",
     )
-    model: str | None = option(None, "model family (default: none, see --config)")
+    model: str | None = option(
+        None, "model family, or a model folder, also of Hugging Face (default: none, see --config)"
+    )
     size: str | None = option(None, "built-in size of the family (default: none, see --config)")
     config: Path | None = option(
         None, "YAML file with the dimensions of any decoder, instead of --model and --size (default: none)"
@@ -114,7 +116,10 @@ def main(argv: Sequence[str]) -> int:
 def _model_flags(config: PlanConfig) -> list[str]:
     """Flags that name the model in the command that runs the plan; other tasks start from a checkpoint."""
     model = ["--model", str(config.model), "--size", str(config.size)]
-    if config.task != "pretraining":
+    if folder := model_folder(str(config.model)):
+        family = with_model_folder(NamedModel(str(folder), ""), "").model
+        model = ["--from-checkpoint", str(folder), *(["--model", family] if config.task == "pretraining" else [])]
+    elif config.task != "pretraining":
         model = ["--from-checkpoint", "CHECKPOINT"]
     adapters = ["--lora-r", str(config.lora_r)] if config.lora_r else []
     return [*model, *adapters]
@@ -126,8 +131,12 @@ def requested(config: PlanConfig) -> PlanRequest:
     Raises:
         ConfigError: flags that exclude each other, files that are wrong.
     """
-    if bool(config.config) == bool(config.model) or bool(config.model) != bool(config.size):
-        raise ConfigError("give either --model and --size, or --config FILE")
+    folder = model_folder(config.model) if config.model else None
+    has_name = bool(config.model and (folder or config.size))
+    if bool(config.config) == has_name or bool(config.model or config.size) != has_name:
+        raise ConfigError("give either --model and --size, --model FOLDER, or --config FILE")
+    if config.config and config.config.suffix == ".json" and is_model_config(config.config):
+        raise ConfigError(f"{config.config}: of a model, not of dimensions alone; give --model {config.config.parent}")
     check_numbers(config)
     if problems := task_problems(config):
         raise ConfigError(problems)
@@ -135,10 +144,11 @@ def requested(config: PlanConfig) -> PlanRequest:
     flash = cluster.flash_attention
     dims: Dimensions
     task = PLAIN_TEXT
-    if config.model and config.size:
-        model = dataclasses.replace(size_config(config.model, config.size), compute_dtype=config.compute_dtype)
-        model = trained_model(config, model)
-        task = task_of(config, config.model, model)
+    if config.model:
+        named = with_model_folder(NamedModel(config.model, config.size or ""), "")
+        model = named_model(named.model, named.size, named.config)
+        model = trained_model(config, dataclasses.replace(model, compute_dtype=config.compute_dtype))
+        task = task_of(config, named.model, model)
         dims, flash = of_decoder(model, has_drops=task.has_drops), flash and model.attention_on_ascend == "flash"
         longest = dims.seq_len
         if config.seq_len and config.seq_len > longest:

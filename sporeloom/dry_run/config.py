@@ -12,7 +12,8 @@ from sporeloom.core.command_line import Overwrite, option, output
 from sporeloom.core.errors import ConfigError, Problems
 from sporeloom.core.numbers import Count, Positive, number_problems
 from sporeloom.models.config import AttentionKernel, ComputeDtype, ModelConfig
-from sporeloom.models.family import config_with_file, size_config, with_precision
+from sporeloom.models.config_file import named_model, with_model_folder
+from sporeloom.models.family import with_precision
 from sporeloom.planner.task import TaskFlags, TrainedTask, task_of, task_problems, trained_model
 from sporeloom.strategy.checks import adapter_problems, batch_problems, group_problems, model_problems
 from sporeloom.strategy.config import Strategy
@@ -34,7 +35,7 @@ class DryRunConfig(Overwrite, TaskFlags):
         "html",
         "json",
     )
-    model: str = option("pangu", "model family")
+    model: str = option("pangu", "model family, or a model folder, also of Hugging Face")
     size: str = option("tiny", "built-in size of the family")
     config: Path | None = option(
         None, "JSON file with model configuration fields that replace those of the size (default: none)"
@@ -100,7 +101,8 @@ def check(config: DryRunConfig) -> DryRun:
         ConfigError: all problems at once.
     """
     problems = Problems(number_problems(config))
-    model = problems.of(_model_config, config)
+    config = problems.of(with_model_folder, config) or config
+    model = problems.of(_model_config, config) if not problems else None
     strategy = problems.of(load_strategy, config.strategy, config.inference)
     if config.html and (config.html.is_dir() or not config.html.resolve().parent.is_dir()):
         problems.append(f"--html {config.html}: no file can be written there; name one in a folder that exists")
@@ -136,9 +138,7 @@ def check(config: DryRunConfig) -> DryRun:
 
 
 def _model_config(config: DryRunConfig) -> ModelConfig:
-    model = size_config(config.model, config.size)
-    if config.config:
-        model = config_with_file(config.config, model, config.model)
+    model = named_model(config.model, config.size, config.config)
     model = with_precision(model, config.compute_dtype, config.attention)
     if config.attention == "flash" and model.compute_dtype == "float32":
         raise ConfigError("--attention flash: Ascend has it for float16 and bfloat16; give --compute-dtype")

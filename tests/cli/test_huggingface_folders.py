@@ -162,3 +162,15 @@ def test_a_certificate_and_an_explanation_are_of_the_model_of_the_folder(folder,
     assert certificate["covers"]["model"]["num_kv_heads"] == model.num_kv_heads == 2
     explained = tool("tools/dry_run.py", "explain", "key.weight", *words[:4])
     assert "[64, 128] -> [32, 128] on each rank" in explained.output
+
+
+def test_adapters_of_the_folder_name_it_and_its_modules(folder, tmp_path):
+    adapters = ("--lora-r", 2, "--lora-targets", "q_proj", "v_proj")
+    outcome = tool("tools/sft.py", *words_of((*RUN["sft"], *adapters), folder, "hf", tmp_path / "out"))
+    assert outcome.code == 0, outcome.output
+    written = tmp_path / "out" / "checkpoint"
+    config = json.loads((written / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["q_proj", "v_proj"]
+    assert (written / config["base_model_name_or_path"]).samefile(folder / "hf")
+    merged = load_weights(written)
+    assert merged.keys() == load_weights(folder / "hf").keys()

@@ -102,6 +102,7 @@ def check(config: CertifyConfig) -> Certification:
         compute_dtype=config.compute_dtype,
         attention=config.attention,
         fast=config.fast,
+        devices_per_server=cluster.devices_per_node if cluster else 1,
         **{field.name: getattr(config, field.name) for field in dataclasses.fields(TaskFlags)},
         memory_gb=cluster.usable_bytes / 2**30 if cluster else None,
     )

@@ -30,11 +30,12 @@ from sporeloom.models.config_file import NamedModel, is_model_config, model_fold
 from sporeloom.planner.closed_forms import PRECISIONS, bytes_of_mask
 from sporeloom.planner.cluster import read_cluster
 from sporeloom.planner.dimensions import Dimensions, of_decoder, read_dimensions
-from sporeloom.planner.report import as_dict, strategy_file, table, validation_report
+from sporeloom.planner.report import as_dict, command_of, strategy_file, table, validation_report
 from sporeloom.planner.search import Devices, PlanRequest, distinct, search, smallest_changes
 from sporeloom.planner.task import PLAIN_TEXT, TaskFlags, task_of, task_problems, trained_model
 from sporeloom.planner.validate import validate
 from sporeloom.strategy.checks import POSSIBLE_SIZES, is_possible_size
+from sporeloom.strategy.launching import start_lines
 from sporeloom.strategy.loader import load_strategy
 
 
@@ -110,6 +111,10 @@ def main(argv: Sequence[str]) -> int:
         print(json_text([as_dict(o, shown[0], request.cluster, request.task) for o in shown], indent=1))
     else:
         print_report(table(request, shown))
+        if config.out:
+            words = [*command_of(request, shown[0], _model_flags(config)), "--data", "DATA"]
+            lines = start_lines(words, str(config.out), request.devices, request.cluster.devices_per_node)
+            print_report("\n".join(["", *lines]))
     return 0
 
 

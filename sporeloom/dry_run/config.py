@@ -17,6 +17,7 @@ from sporeloom.models.family import with_precision
 from sporeloom.planner.task import TaskFlags, TrainedTask, task_of, task_problems, trained_model
 from sporeloom.strategy.checks import adapter_problems, batch_problems, group_problems, model_problems
 from sporeloom.strategy.config import Strategy
+from sporeloom.strategy.launching import DEVICES_PER_SERVER
 from sporeloom.strategy.loader import load_strategy
 
 
@@ -58,6 +59,9 @@ class DryRunConfig(Overwrite, TaskFlags):
         "compile one and two layers of each kind and extrapolate to the stage's full depth: the same numbers, sooner",
     )
     memory_gb: Positive | None = option(None, "memory of a device, to report whether ranks fit (default: not reported)")
+    devices_per_server: Count = option(
+        DEVICES_PER_SERVER, "number of devices of a server, for the command that runs the job"
+    )
     jobs: Count | None = option(None, "number of processes that compile at the same time (default: 1, with --fast 2)")
     json: bool = option(False, "print JSON instead of the report")
     html: Path | None = output(None, "HTML file to write the report to, too (default: none)")

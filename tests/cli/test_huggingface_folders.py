@@ -11,8 +11,11 @@ from conftest import ROOT, in_process, tool
 from sporeloom.__main__ import main
 from sporeloom.checkpoint.huggingface import export_published
 from sporeloom.checkpoint.model_folder import load_config, load_weights
+from sporeloom.core.command_line import parse_args
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.hashes import HASHES
+from sporeloom.train.config import check
+from sporeloom.train.plain_text import TrainConfig
 
 pytestmark = pytest.mark.slow
 
@@ -160,6 +163,9 @@ def test_a_certificate_and_an_explanation_are_of_the_model_of_the_folder(folder,
     model = load_config(folder / "hf")[1]
     assert certificate["covers"]["model"]["hidden_size"] == model.hidden_size
     assert certificate["covers"]["model"]["num_kv_heads"] == model.num_kv_heads == 2
+    (line,) = [line for line in outcome.output.splitlines() if line.startswith("  msrun --worker_num=2 ")]
+    printed = shlex.split(line.replace(" DATA ", f" {CORPUS} "))
+    assert check(parse_args(TrainConfig, "", printed[printed.index("train") + 1 :]), 2).config.certificate
     explained = tool("tools/dry_run.py", "explain", "key.weight", *words[:4])
     assert "[64, 128] -> [32, 128] on each rank" in explained.output
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from sporeloom import __version__
 from sporeloom.checkpoint.contents import WEIGHTS_ALONE
 from sporeloom.checkpoint.manifest import MANIFEST, Manifest
 from sporeloom.checkpoint.model_folder import check_shapes, load_config, write_config
@@ -60,7 +60,7 @@ def import_shards(
     with new_folder(target) as partial:
         tensors, files = write_shards(partial, described, shards, lambda name, slices: read_slices(rows[name], slices))
         model = {"family": source.family, **source.model.to_dict()}
-        versions = {"sporeloom": version("sporeloom"), "numpy": np.__version__}
+        versions = {"sporeloom": __version__, "numpy": np.__version__}
         manifest = Manifest(0, tensors, files, {WEIGHTS_ALONE: True}, model, dict(strategy), versions)
         manifest.write(partial)
         write_config(partial, source.family, source.model)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-from sporeloom.core.command_line import argument, option, parse_args
+from sporeloom.core.command_line import argument, check_subcommand, option, parse_args
 from sporeloom.core.files import write_text_atomically
 from sporeloom.core.json_text import json_text
 from sporeloom.core.log import print_report
@@ -48,6 +48,7 @@ def main(argv: Sequence[str]) -> int:
         model, strategy = named_model(asked.model, asked.size, asked.config), load_strategy(asked.strategy)
         print(import_module("sporeloom.dry_run.explain").explain(asked.model, model, strategy, asked.name))
         return 0
+    check_subcommand(argv, ("explain",))
     run = check(parse_args(DryRunConfig, __doc__, argv, check))
     values = summarize(run, compile_ranks(run))
     if run.config.html:

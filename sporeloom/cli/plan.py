@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from sporeloom.core.command_line import Overwrite, argument, check_numbers, option, output, parse_args
+from sporeloom.core.command_line import Overwrite, argument, check_numbers, check_subcommand, option, output, parse_args
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.files import write_text_atomically
 from sporeloom.core.json_text import json_text
@@ -90,6 +90,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if argv[:1] == ["validate"]:
         return check_against_runs(parse_args(ValidateConfig, __doc__, argv[1:]))
+    check_subcommand(argv, ("list", "validate"))
     config = parse_args(PlanConfig, __doc__, argv, requested)
     request = requested(config)
     if config.out and not config.model:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from sporeloom.runtime.own_checkpoint import save_checkpoint
 
 __all__ = ["__version__", "auto_parallel", "certify", "is_log_rank", "own_rows", "save_checkpoint"]
-__version__ = "0.1.0"
+__version__ = "1.0.0"
 
 
 def __getattr__(name: str) -> Any:

@@ -23,6 +23,7 @@ from sporeloom.core.numbers import Count
 from sporeloom.dry_run.config import DryRun, DryRunConfig
 from sporeloom.dry_run.config import check as check_dry_run
 from sporeloom.models.config import AttentionKernel, ComputeDtype, ModelConfig
+from sporeloom.models.config_file import with_model_folder
 from sporeloom.planner.cluster import Cluster, read_cluster
 from sporeloom.planner.task import TaskFlags, TrainedTask
 from sporeloom.strategy.checks import batch_problems, model_problems
@@ -43,7 +44,7 @@ class CertifyConfig(Overwrite, TaskFlags):
         "batch_size",
         "processes",
     )
-    model: str = option("pangu", "model family")
+    model: str = option("pangu", "model family, or a model folder, also of Hugging Face")
     size: str = option("tiny", "built-in size of the family")
     config: Path | None = option(
         None, "JSON file with model configuration fields that replace those of the size (default: none)"
@@ -89,6 +90,7 @@ def check(config: CertifyConfig) -> Certification:
     if problem := unwritable(config.out):
         problems.append(f"--out {problem}")
     cluster = problems.of(read_cluster, config.cluster)
+    config = problems.of(with_model_folder, config) or config
     dry = DryRunConfig(
         model=config.model,
         size=config.size,
@@ -100,6 +102,7 @@ def check(config: CertifyConfig) -> Certification:
         compute_dtype=config.compute_dtype,
         attention=config.attention,
         fast=config.fast,
+        devices_per_server=cluster.devices_per_node if cluster else 1,
         **{field.name: getattr(config, field.name) for field in dataclasses.fields(TaskFlags)},
         memory_gb=cluster.usable_bytes / 2**30 if cluster else None,
     )

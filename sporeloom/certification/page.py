@@ -19,7 +19,7 @@ table{border-collapse:collapse;width:100%;font-size:.92em}
 td,th{text-align:left;padding:.25em .7em;border-bottom:1px solid #e4e4e4}
 td.n{text-align:right;font-variant-numeric:tabular-nums}code{background:#f3f3f3;padding:.1em .3em;border-radius:.2em}
 .key{display:inline-block;width:1em;height:1em;margin:0 .3em 0 1em;vertical-align:middle}
-.note{color:#666}svg text{font:12px system-ui,sans-serif}"""
+.note{color:#666}pre{white-space:pre-wrap}svg text{font:12px system-ui,sans-serif}"""
 COLORS = ("#4878a8", "#c85850", "#78a850", "#9870b0", "#d8a038", "#50a0a0")
 QUESTIONS = {
     "strategy": "Do mesh, rules and model fit each other?",
@@ -51,6 +51,8 @@ def page(values: dict[str, Any]) -> str:
     if "estimate" in values:
         sections.append("<h2>Time of a step</h2>" + _time(values))
     sections.append("<h2>What it covers</h2>" + _covered(values))
+    if values["verdict"] == CERTIFIED and "run" in values:
+        sections.append(f"<h2>Run it</h2><pre>{escape(chr(10).join(values['run']))}</pre>")
     title = escape(f"{verdict}: {values['subject']}")
     head = f"<meta charset='utf-8'><title>{title}</title><style>{STYLE}</style>"
     return f"<!doctype html><html lang='en'>{head}<body>{''.join(sections)}</body></html>\n"

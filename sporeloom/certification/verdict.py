@@ -23,6 +23,7 @@ from sporeloom.core.errors import ConfigError
 from sporeloom.core.files import write_text_atomically
 from sporeloom.core.log import milestone
 from sporeloom.core.shipped import shipped_or_file
+from sporeloom.dry_run.job_command import command_of
 from sporeloom.strategy.certificate import (
     CERTIFIED,
     COVERS,
@@ -34,6 +35,7 @@ from sporeloom.strategy.certificate import (
     write_certificate,
 )
 from sporeloom.strategy.config import Strategy
+from sporeloom.strategy.launching import start_lines
 
 Checks = dict[str, list[str]]
 """Name of a check -> the problems that it found."""
@@ -73,10 +75,18 @@ def certify_decoder(certification: Certification) -> dict[str, Any]:
     values |= {
         "subject": ", ".join(filter(None, (f"{config.model} {config.size}", full.task.describe()))),
         "strategy_file": str(config.strategy),
+        "run": _start(certification),
         "small_model": certification.small_model.to_dict(),
         "cluster": {"file": str(config.cluster), "chip": cluster.chip, "memory_gb": cluster.memory_gb},
     }
     return write(config.out, values)
+
+
+def _start(certification: Certification) -> list[str]:
+    """Lines with the command that runs what is certified, and refuses to run anything else."""
+    config, full = certification.config, certification.full
+    words = [*command_of(full), "--certificate", str(config.out / "certificate.json")]
+    return start_lines(words, str(config.strategy), full.strategy.mesh.size, full.config.devices_per_server)
 
 
 def _at_full_size(certification: Certification, checks: Checks, seconds: dict[str, float]) -> dict[str, Any]:

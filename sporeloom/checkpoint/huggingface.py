@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model folders as they are published on Hugging Face, read and written some rows of a tensor at a time."""
+"""Convert model folders from and to the form of Hugging Face, some rows of a tensor at a time."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -16,12 +13,19 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from sporeloom import __version__
 from sporeloom.checkpoint.contents import WEIGHTS_ALONE
-from sporeloom.checkpoint.generation_config import GENERATION_CONFIG, end_tokens, with_end_tokens
 from sporeloom.checkpoint.manifest import MANIFEST, Manifest
-from sporeloom.checkpoint.model_folder import CONFIG, check_shapes, load_config, write_config
+from sporeloom.checkpoint.model_folder import check_shapes, load_config, write_config
+from sporeloom.checkpoint.published_folder import (
+    BESIDE,
+    PublishedFolder,
+    is_published_folder,
+    read_slices,
+)
+from sporeloom.checkpoint.published_folder import open_published as open_published  # together with what converts it
 from sporeloom.checkpoint.reshard import new_folder
-from sporeloom.checkpoint.shards import Shard, Slices, write_shards
+from sporeloom.checkpoint.shards import Shard, write_shards
 from sporeloom.checkpoint.tensor_files import (
     StoredTensor,
     TensorDescription,
@@ -32,151 +36,14 @@ from sporeloom.checkpoint.tensor_files import (
 )
 from sporeloom.checkpoint.tensor_hashes import tensor_damage
 from sporeloom.core.errors import ConfigError
-from sporeloom.core.hashes import check_hashes
-from sporeloom.core.log import milestone
-from sporeloom.core.reader import Document, fields_from, read_json
-from sporeloom.data.chat_template import TEMPLATE
 from sporeloom.models.config import ModelConfig
-from sporeloom.models.family import FAMILIES, family_module
+from sporeloom.models.config_file import CONFIG
+from sporeloom.models.family import family_module
 from sporeloom.models.parameters import parameter_shapes
-from sporeloom.models.published import ParameterPart, PublishedFormat, published_as, read_config
+from sporeloom.models.published import ParameterPart, PublishedFormat, published_as
 
 Dtype = Literal["float32", "bfloat16"]
 SHARD_BYTES = 5_000_000_000
-BESIDE = (
-    "tokenizer.model",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    GENERATION_CONFIG,
-    TEMPLATE,
-)
-"""Files that are copied as they are; published folders have many others."""
-
-
-Rows = tuple[StoredTensor, int, int]
-"""Range of a tensor's rows: the first one and the end."""
-
-
-@dataclass(frozen=True)
-class PublishedFolder:
-    """A published folder whose tensors are those of its configuration."""
-
-    folder: Path
-    family: str
-    way: PublishedFormat
-    model: ModelConfig
-    tensors: dict[str, StoredTensor]
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Names of this package's parameters."""
-        return parameter_shapes(self.model)
-
-    def rows(self) -> dict[str, list[Rows]]:
-        """This package's parameters as rows of published tensors: of one or, for a parameter of experts, of
-        consecutive ones."""
-        shapes = parameter_shapes(self.model)
-        found: dict[str, list[Rows]] = {}
-        for name, parts in self.way.tensors(self.model).items():
-            tensor, start = self.tensors[name], 0
-            for part in parts:
-                if part.expert is None:
-                    found[part.name] = [(tensor, start, start + shapes[part.name][0])]
-                    start += shapes[part.name][0]
-                else:  # in order of the experts
-                    found.setdefault(part.name, []).append((tensor._replace(shape=(1, *tensor.shape)), 0, 1))
-        return found
-
-
-def open_published(folder: Path, family: str | None = None) -> PublishedFolder:
-    """Open a folder with config.json and safetensors, of `family` or of the one that knows its model_type.
-
-    Raises:
-        ConfigError: missing or damaged files, another network, tensors that are missing, unknown or of another shape.
-    """
-    if not folder.is_dir():
-        raise ConfigError(f"{folder}: there is no such folder")
-    check_hashes(folder)
-    document = read_json(folder / CONFIG)
-    model_type = str(document.mapping.get("model_type", ""))
-    known: dict[str, tuple[str, PublishedFormat]] = {}
-    for name in [family] if family else FAMILIES:
-        for way in family_module(name, "weights").PUBLISHED:
-            known.setdefault(way.model_type, (name, way))
-    published_as(tuple(way for _, way in known.values()), model_type, document.source)
-    family, way = known[model_type]
-    model = _model(way, document, folder)
-    tensors = stored_tensors(model_files(folder))
-    if model.tied_embedding:
-        _drop_tied_head(way, tensors, folder)
-    copies = [name for name, original in way.repeated(model).items() if _drop_copy(tensors, name, original, folder)]
-    model = way.with_copies(model, copies)
-    if problems := way.problems({name: tensor.shape for name, tensor in tensors.items()}, model):
-        raise ConfigError(f"{folder}: {problem}" for problem in problems)
-    if problem := tensor_damage(folder):
-        raise ConfigError(problem)
-    return PublishedFolder(folder, family, way, model, tensors)
-
-
-def _drop_tied_head(way: PublishedFormat, tensors: dict[str, StoredTensor], folder: Path) -> None:
-    """Leave out a head that is stored besides the embedding that it is tied to.
-
-    Raises:
-        ConfigError: it is another matrix.
-    """
-    word, head = (tensors.get(str(way.name_of(name))) for name in ("embedding.word.weight", "head.weight"))
-    if not word or not head:
-        return
-    if not _are_equal(word, head):
-        raise ConfigError(
-            f"{folder / CONFIG}: tie_word_embeddings is true, but {head.name} is not {word.name}: remove it from the file if "
-            "the embedding is to be used, or write false"
-        )
-    del tensors[head.name]
-
-
-def _drop_copy(tensors: dict[str, StoredTensor], name: str, original: str, folder: Path) -> bool:
-    """Leave out a tensor that repeats another one. Returns whether there was one.
-
-    Raises:
-        ConfigError: it is another matrix.
-    """
-    found = tensors.get(name), tensors.get(original)
-    if not found[0] or not found[1]:
-        return False
-    if not _are_equal(found[0], found[1]):
-        raise ConfigError(f"{folder}: {name} is not {original}, which multi-token prediction shares with the model")
-    del tensors[name]
-    return True
-
-
-def _are_equal(first: StoredTensor, second: StoredTensor) -> bool:
-    rows = zip(*(read_rows(each, 0, each.shape[0], "float32") for each in (first, second)), strict=False)
-    return first.shape == second.shape and all(np.array_equal(*pair) for pair in rows)
-
-
-def _model(way: PublishedFormat, document: Document, folder: Path) -> ModelConfig:
-    try:
-        fields, unknown = read_config(way, document.mapping)
-    except ConfigError as error:
-        raise ConfigError(f"{document.source}: {problem}" for problem in error.problems) from None
-    except KeyError as error:
-        raise ConfigError(f"{document.source}: {error.args[0]} is missing") from None
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{document.source}: {error}") from None
-    if unknown:
-        milestone(f"{document.source}: keys that are unknown and ignored: {', '.join(unknown)}")
-    given = {name: value for name, value in fields.items() if value is not None}
-    model = fields_from(ModelConfig, Document(document.source, given))
-    if "eod_id" in fields:
-        return with_end_tokens(model, folder)
-    if tokens := end_tokens(folder, model.vocab_size):
-        return dataclasses.replace(model, eod_id=tokens[0], loss_ignore_id=tokens[0], stop_ids=tokens[1:])
-    milestone(
-        f"{document.source}: no eos_token_id; documents end with token {model.eod_id} unless eod_id says otherwise"
-    )
-    return model
 
 
 def import_shards(
@@ -191,25 +58,14 @@ def import_shards(
     rows = source.rows()
     described = {name: TensorDescription("float32", shape) for name, shape in source.shapes.items()}
     with new_folder(target) as partial:
-        tensors, files = write_shards(partial, described, shards, lambda name, slices: _part(rows[name], slices))
+        tensors, files = write_shards(partial, described, shards, lambda name, slices: read_slices(rows[name], slices))
         model = {"family": source.family, **source.model.to_dict()}
-        versions = {"sporeloom": version("sporeloom"), "numpy": np.__version__}
+        versions = {"sporeloom": __version__, "numpy": np.__version__}
         manifest = Manifest(0, tensors, files, {WEIGHTS_ALONE: True}, model, dict(strategy), versions)
         manifest.write(partial)
         write_config(partial, source.family, source.model)
         _copy_beside(source.folder, partial)
     return manifest.num_bytes
-
-
-def _part(rows: Sequence[Rows], slices: Slices) -> Iterator[NDArray[Any]]:
-    """A slice of a parameter, by the tensors whose rows it is."""
-    wanted, *rest = slices
-    first = 0
-    for tensor, start, stop in rows:
-        low, high = max(wanted.start, first), min(wanted.stop, first + stop - start)
-        if low < high:
-            yield from read_rows(tensor, start + low - first, start + high - first, "float32", rest)
-        first += stop - start
 
 
 def import_published(source: PublishedFolder, target: Path, dtype: Dtype = "float32") -> int:
@@ -247,6 +103,10 @@ def export_published(
     """
     if (folder / MANIFEST).exists():
         raise ConfigError(f"{folder}: a training checkpoint; export its model first: sporeloom export-checkpoint")
+    if is_published_folder(folder):
+        raise ConfigError(
+            f"{folder}: a Hugging Face folder already; for another model_type read it with --from huggingface"
+        )
     found, model = load_config(folder)
     if model.value_head:
         raise ConfigError(f"{folder}: a reward model; no published format for it can be written")

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checkpoint folder: model.safetensors (unsharded tensors; or several files and their index), config.json (the
 model's), the tokenizer. A training checkpoint is one, too: its weights are assembled from their shards. So is a
-folder of adapters: its weights are those of their model, with the adapters merged in."""
+folder of adapters: its weights are those of their model, with the adapters merged in. And so is a folder of Hugging Face's
+form, which is read as it is."""
 
 from __future__ import annotations
 
@@ -20,6 +21,13 @@ from sporeloom.checkpoint.contents import MOMENTS, check_contents
 from sporeloom.checkpoint.finite import check_finite
 from sporeloom.checkpoint.generation_config import with_end_tokens
 from sporeloom.checkpoint.manifest import MANIFEST, read_manifest
+from sporeloom.checkpoint.published_folder import (
+    BESIDE,
+    is_published_folder,
+    open_published,
+    published_config,
+    read_slices,
+)
 from sporeloom.checkpoint.sharded import CheckpointReader, damage
 from sporeloom.checkpoint.shards import Slices, whole
 from sporeloom.checkpoint.tensor_files import (
@@ -38,10 +46,10 @@ from sporeloom.core.hashes import HASHES, check_hashes
 from sporeloom.core.reader import fields_from, read_json
 from sporeloom.models.adapters import ADAPTER_CONFIG, base_folder, is_adapter_folder, is_reward_adapter
 from sporeloom.models.config import ModelConfig
+from sporeloom.models.config_file import CONFIG, is_published_config
 from sporeloom.models.family import FAMILIES
 from sporeloom.models.parameters import EXPERTS
 
-CONFIG = "config.json"
 TENSOR_FILES = (".safetensors", ".safetensors.index.json")
 
 
@@ -90,6 +98,8 @@ def load_config(folder: Path) -> tuple[str, ModelConfig]:
         model = with_end_tokens(model, folder)
         return family, model.with_value_head() if is_reward_adapter(folder) else model
     document = read_json(folder / CONFIG)
+    if is_published_config(document.mapping):
+        return published_config(folder)
     document.value = {name: value for name, value in document.mapping.items() if name != "model_type"}
     family = document.value.pop("family", "")
     if family not in FAMILIES:
@@ -117,7 +127,10 @@ def copy_beside(source: Path, target: Path, but: Collection[str] = (CONFIG,)) ->
     if is_adapter_folder(source):  # its own tokenizer and template take precedence over those of its model
         copy_beside(base_folder(source), target, but)
         but = (*but, ADAPTER_CONFIG)
+    is_published = is_published_folder(source)
     for path in source.iterdir():
+        if is_published and path.name not in BESIDE:
+            continue  # weights in other forms, documentation
         if path.is_file() and path.name not in (*but, MANIFEST, HASHES) and not path.name.endswith(TENSOR_FILES):
             shutil.copy(path, target)
 
@@ -155,6 +168,8 @@ def open_weights(folder: Path) -> FolderWeights:
         )
     if (folder / MANIFEST).exists():
         return _weights_of_state(folder)
+    if is_published_folder(folder):
+        return _published_weights(folder)
     stored = stored_tensors(model_files(folder))
 
     def read(name: str, slices: Slices) -> NDArray[Any]:
@@ -165,6 +180,17 @@ def open_weights(folder: Path) -> FolderWeights:
 
     shapes = {name: tensor.shape for name, tensor in stored.items()}
     return FolderWeights(shapes, read, lambda share: tensor_damage(folder, share))
+
+
+def _published_weights(folder: Path) -> FolderWeights:
+    """The weights of a Hugging Face folder, by the names of this package."""
+    source = open_published(folder)
+    rows = source.rows()
+
+    def read(name: str, slices: Slices) -> NDArray[Any]:
+        return np.concatenate(list(read_slices(rows[name], slices)))
+
+    return FolderWeights(source.shapes, read)  # `open_published` has compared the contents with their hashes
 
 
 def _weights_of_state(folder: Path) -> FolderWeights:

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from sporeloom.checkpoint.contents import FACTORED, MOMENTS, WEIGHTS_ALONE, check_contents, is_trained, model_of
 from sporeloom.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from sporeloom.checkpoint.model_folder import CONFIG, check_shapes, copy_beside, load_config, write_config
+from sporeloom.checkpoint.model_folder import Read, check_shapes, copy_beside, load_config, open_weights, write_config
+from sporeloom.checkpoint.published_folder import is_published_folder
 from sporeloom.checkpoint.reshard import find_checkpoint, new_folder
 from sporeloom.checkpoint.sharded import CheckpointReader, damage, file_name
 from sporeloom.checkpoint.shards import Rows, whole, write_shards
@@ -33,6 +34,7 @@ from sporeloom.checkpoint.tensor_files import (
 from sporeloom.checkpoint.tensor_hashes import tensor_damage
 from sporeloom.core.errors import ConfigError
 from sporeloom.models.config import ExpertConfig, ModelConfig
+from sporeloom.models.config_file import CONFIG
 from sporeloom.models.parameters import EXPERTS, parameter_shapes
 
 SHARD_BYTES = 5_000_000_000
@@ -47,18 +49,21 @@ class DenseCheckpoint:
     model: ModelConfig
     manifest: Manifest | None
     """Manifest of a training checkpoint."""
+    published: Read | None = None
+    """Function that reads slices of the tensors of a Hugging Face folder."""
 
     def rows(self, name: str) -> Rows:
         """A tensor, some rows at a time, float32."""
-        if self.manifest is None:
+        if self.manifest is None and self.published is None:
             tensor = self.stored[name]
             return read_rows(tensor, 0, tensor.shape[0], "float32")
-        shape = self.manifest.tensors[name].shape
+        shape = self.shapes[name] if self.manifest is None else self.manifest.tensors[name].shape
         step = max(1, CHUNK_NUMBERS // max(1, int(np.prod(shape[1:]))))
         rest = tuple(slice(0, length) for length in shape[1:])
         starts = range(0, shape[0], step)
-        reader = CheckpointReader(self.folder, self.manifest)
-        return (reader.read(name, (slice(i, min(i + step, shape[0])), *rest)) for i in starts)
+        read = CheckpointReader(self.folder, self.manifest).read if self.manifest else self.published
+        assert read
+        return (read(name, (slice(i, min(i + step, shape[0])), *rest)) for i in starts)
 
     @cached_property
     def stored(self) -> dict[str, Any]:
@@ -83,6 +88,8 @@ def open_dense(folder: Path) -> DenseCheckpoint:
         if problem := damage(folder, manifest):
             raise ConfigError(problem)
         dense = DenseCheckpoint(folder, *model_of(manifest, folder), manifest)
+    elif is_published_folder(folder):
+        dense = DenseCheckpoint(folder, *load_config(folder), None, open_weights(folder).read)
     else:
         dense = DenseCheckpoint(folder, *load_config(folder), None)
         check_shapes({name: tensor.shape for name, tensor in dense.stored.items()}, dense.shapes, str(folder))

@@ -36,4 +36,6 @@ def main(argv: Sequence[str]) -> int:
     if values["verdict"] == CERTIFIED:
         print(f"certified: {asked.config.out / 'certificate.json'} ({SEAL_NOTE})")
     print(f"read it: {asked.config.out / 'certificate.html'}")
+    if values["verdict"] == CERTIFIED:
+        print_report("\n".join(values["run"]))
     return 0 if values["verdict"] == CERTIFIED else 1

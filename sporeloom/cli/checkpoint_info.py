@@ -10,6 +10,7 @@ A folder of checkpoints stands for the newest. --verify and --accept-changes are
 folders, adapters and token files, too. With --diff the exit code is 1 if a tensor differs.
 """
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from pathlib import Path
 from sporeloom.checkpoint.compare import Difference, compare
 from sporeloom.checkpoint.contents import MOMENTS, WEIGHTS_ALONE, check_contents, model_of
 from sporeloom.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from sporeloom.checkpoint.published_folder import is_published_folder, open_published
 from sporeloom.checkpoint.reshard import find_checkpoint
 from sporeloom.checkpoint.sharded import damage
 from sporeloom.checkpoint.tensor_hashes import seal, tensor_damage
@@ -26,6 +28,7 @@ from sporeloom.core.hashes import HASHES, TENSORS, check_hashes, command, read_h
 from sporeloom.core.log import counted, print_report
 from sporeloom.core.shipped import shipped_names
 from sporeloom.data.token_file import TOKENS
+from sporeloom.models.parameters import num_parameters
 from sporeloom.strategy.checks import model_problems
 from sporeloom.strategy.loader import load_strategy
 
@@ -70,6 +73,18 @@ def describe(folder: Path, manifest: Manifest, with_tensors: bool) -> list[str]:
     return lines
 
 
+def describe_published(folder: Path) -> str:
+    """Describe a Hugging Face folder, whose tensors are compared with its configuration."""
+    source = open_published(folder)
+    size = sum(path.stat().st_size for path in {tensor.path for tensor in source.tensors.values()}) / 1e6
+    command = shlex.join(["sporeloom", "convert-checkpoint", "--from", "huggingface", str(folder), "OUT"])
+    return (
+        f"{folder}: Hugging Face folder ({source.way.model_type}), {num_parameters(source.model):,} parameters of "
+        f"{source.family}, {size:,.1f} MB\n"
+        f"  read as it is by --checkpoint and --from-checkpoint; {command} writes a copy with hashes, which --verify checks"
+    )
+
+
 def fitting(manifest: Manifest, folder: Path) -> list[str]:
     """Built-in strategies that the checkpoint's model can be sharded by."""
     _, model = model_of(manifest, folder)
@@ -89,6 +104,9 @@ def main(argv: Sequence[str]) -> int:
     if not (config.checkpoint / MANIFEST).exists() and (config.checkpoint / HASHES).exists():
         return verify_folder(config.checkpoint, config.verify)
     if not (config.checkpoint / MANIFEST).exists() and any(config.checkpoint.glob(f"*{TENSORS}")):
+        if is_published_folder(config.checkpoint) and not (config.diff or config.tensors or config.verify):
+            print_report(describe_published(config.checkpoint))
+            return 0
         raise ConfigError(
             f"{config.checkpoint}: there is no {HASHES}, as in folders that others publish, so nothing says whether the "
             f"files are as they were written; if you trust them as they are: {command(config.checkpoint)}"

@@ -22,14 +22,13 @@ from typing import Any, Literal
 
 from sporeloom.checkpoint.huggingface import (
     Dtype,
-    PublishedFolder,
     export_published,
     import_published,
     import_shards,
-    open_published,
     read_published,
 )
 from sporeloom.checkpoint.model_folder import check_weights, load_config, save_checkpoint
+from sporeloom.checkpoint.published_folder import PublishedFolder, open_published
 from sporeloom.core.command_line import Overwrite, argument, option, output_argument, parse_args
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.log import counted

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-from sporeloom.core.command_line import argument, option, parse_args
+from sporeloom.core.command_line import argument, check_subcommand, option, parse_args
 from sporeloom.core.files import write_text_atomically
 from sporeloom.core.json_text import json_text
 from sporeloom.core.log import print_report
@@ -28,7 +28,7 @@ from sporeloom.dry_run.memory.exports import memory_block_csv, trace
 from sporeloom.dry_run.memory.timeline import Timeline
 from sporeloom.dry_run.pool import compile_ranks
 from sporeloom.dry_run.summary import summarize, text_report
-from sporeloom.models.family import size_config
+from sporeloom.models.config_file import named_model, with_model_folder
 from sporeloom.runtime.environment import prepare_environment
 from sporeloom.strategy.loader import load_strategy
 
@@ -36,8 +36,11 @@ from sporeloom.strategy.loader import load_strategy
 @dataclass(frozen=True, kw_only=True)
 class ExplainConfig:
     name: str = argument("parameter or operator, or the end of its name")
-    model: str = option("pangu", "model family")
+    model: str = option("pangu", "model family, or a model folder, also of Hugging Face")
     size: str = option("tiny", "built-in size of the family")
+    config: Path | None = option(
+        None, "JSON file with model configuration fields that replace those of the size (default: none)"
+    )
     strategy: Path = option(..., "strategy file, or name of a built-in strategy")
 
 
@@ -45,9 +48,11 @@ def main(argv: Sequence[str]) -> int:
     prepare_environment()
     if argv[:1] == ["explain"]:
         asked = parse_args(ExplainConfig, __doc__, argv[1:])
-        model, strategy = size_config(asked.model, asked.size), load_strategy(asked.strategy)
+        asked = with_model_folder(asked)
+        model, strategy = named_model(asked.model, asked.size, asked.config), load_strategy(asked.strategy)
         print(import_module("sporeloom.dry_run.explain").explain(asked.model, model, strategy, asked.name))
         return 0
+    check_subcommand(argv, ("explain",))
     run = check(parse_args(DryRunConfig, __doc__, argv, check))
     reports = compile_ranks(run)
     values = summarize(run, reports)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from sporeloom.checkpoint.contents import check_contents
 from sporeloom.checkpoint.manifest import read_manifest
+from sporeloom.checkpoint.published_folder import refuse_published
 from sporeloom.checkpoint.reshard import export, export_merged, find_checkpoint
 from sporeloom.core.command_line import Overwrite, argument, check_numbers, option, output_argument, parse_args
 from sporeloom.core.numbers import Positive
@@ -37,6 +38,7 @@ def main(argv: Sequence[str]) -> int:
             num_bytes = export_merged(config.input, config.output, int(config.max_shard_mb * 1e6))
         print(f"{config.output}: {num_bytes / 1e6:,.1f} MB of weights, the adapters of {config.input} merged in")
         return 0
+    refuse_published(config.input, config.output)
     source = find_checkpoint(config.input)
     check_contents(read_manifest(source), source)
     with replacing(config):

@@ -21,6 +21,7 @@ from sporeloom.core.files import write_text_atomically
 from sporeloom.core.numbers import Bounds, Count, number_problems
 from sporeloom.core.reader import read_text
 from sporeloom.strategy.config import Strategy
+from sporeloom.strategy.launching import ADDRESS, DEVICES_PER_SERVER, LOGS, NUMBER, PORT, msrun_line
 from sporeloom.strategy.loader import load_strategy
 
 Port = Annotated[int, Bounds(1024, 65535)]
@@ -40,7 +41,6 @@ COMMANDS = (
     "serve",
 )
 """Commands that take a strategy."""
-ADDRESS, NUMBER = '"$MASTER_ADDR"', '"$NODE_RANK"'
 SSH = """#!/usr/bin/env bash
 # Starts {servers} servers over ssh; their output goes to server_N.log in the log folder. When one fails, all are ended.
 set -u
@@ -80,12 +80,12 @@ class LaunchScriptConfig(Overwrite):
     scheduler: Literal["none", "ssh", "slurm", "modelarts"] = option(
         "none", "program that starts the servers; none: print the command of each"
     )
-    devices_per_server: Count = option(8, "number of devices of each server, and so of its processes")
+    devices_per_server: Count = option(DEVICES_PER_SERVER, "number of devices of each server, and so of its processes")
     hosts: Path | None = option(
         None, "file with the host name or address of each server, one a line; the first is the master (default: none)"
     )
-    master_port: Port = option(8118, "port of the master that all servers can reach")
-    log_dir: Path = option(Path("logs"), "folder for the logs of all processes")
+    master_port: Port = option(PORT, "port of the master that all servers can reach")
+    log_dir: Path = option(LOGS, "folder for the logs of all processes")
     out: Path | None = output(None, "file for the script (default: standard output)")
     command: tuple[str, ...] = argument("after `--`: the command that all servers run, train --data ... for example")
 
@@ -164,7 +164,7 @@ def script(config: LaunchScriptConfig, size: int, hosts: Sequence[str] | None) -
     """Build the lines, or the script, that start all servers."""
     local = min(size, config.devices_per_server)
     servers, logs = size // local, shlex.quote(str(config.log_dir))
-    line = _line(config, size, local, ADDRESS, NUMBER)
+    line = _line(config, size, local)
     if config.scheduler == "none":
         if servers == 1:
             return _line(config, size, local) + "\n"
@@ -184,10 +184,6 @@ def script(config: LaunchScriptConfig, size: int, hosts: Sequence[str] | None) -
     )
 
 
-def _line(config: LaunchScriptConfig, size: int, local: int, master: str = "", number: str = "") -> str:
-    """Build the msrun command of a server; `master` and `number` as the shell reads them."""
-    words = ["msrun", f"--worker_num={size}", f"--local_worker_num={local}"]
-    if master and size > local:
-        words += [f"--master_addr={master}", f"--node_rank={number}"]
-    words += [f"--master_port={config.master_port}", "--join=True", f"--log_dir={shlex.quote(str(config.log_dir))}"]
-    return " ".join([*words, '"$(which sporeloom)"', shlex.join([*config.command, "--strategy", str(config.strategy)])])
+def _line(config: LaunchScriptConfig, size: int, local: int, master: str = ADDRESS, number: str = NUMBER) -> str:
+    words = [*config.command, "--strategy", str(config.strategy)]
+    return msrun_line(words, size, local, master, number, config.master_port, config.log_dir)

@@ -19,22 +19,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from sporeloom.core.command_line import Overwrite, argument, check_numbers, option, output, parse_args
+from sporeloom.core.command_line import Overwrite, argument, check_numbers, check_subcommand, option, output, parse_args
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.files import write_text_atomically
 from sporeloom.core.json_text import json_text
 from sporeloom.core.log import print_report
 from sporeloom.core.numbers import Count
 from sporeloom.core.shipped import DECODER, EXPERTS, shipped_names
-from sporeloom.models.family import size_config
+from sporeloom.models.config_file import NamedModel, is_model_config, model_folder, named_model, with_model_folder
 from sporeloom.planner.closed_forms import PRECISIONS, bytes_of_mask
 from sporeloom.planner.cluster import read_cluster
 from sporeloom.planner.dimensions import Dimensions, of_decoder, read_dimensions
-from sporeloom.planner.report import as_dict, strategy_file, table, validation_report
+from sporeloom.planner.report import as_dict, command_of, strategy_file, table, validation_report
 from sporeloom.planner.search import Devices, PlanRequest, distinct, search, smallest_changes
 from sporeloom.planner.task import PLAIN_TEXT, TaskFlags, task_of, task_problems, trained_model
 from sporeloom.planner.validate import validate
 from sporeloom.strategy.checks import POSSIBLE_SIZES, is_possible_size
+from sporeloom.strategy.launching import start_lines
 from sporeloom.strategy.loader import load_strategy
 
 
@@ -51,7 +52,9 @@ class PlanConfig(Overwrite, TaskFlags):
         "out",
         "json",
     )
-    model: str | None = option(None, "model family (default: none, see --config)")
+    model: str | None = option(
+        None, "model family, or a model folder, also of Hugging Face (default: none, see --config)"
+    )
     size: str | None = option(None, "built-in size of the family (default: none, see --config)")
     config: Path | None = option(
         None, "YAML file with the dimensions of any decoder, instead of --model and --size (default: none)"
@@ -87,6 +90,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if argv[:1] == ["validate"]:
         return check_against_runs(parse_args(ValidateConfig, __doc__, argv[1:]))
+    check_subcommand(argv, ("list", "validate"))
     config = parse_args(PlanConfig, __doc__, argv, requested)
     request = requested(config)
     if config.out and not config.model:
@@ -108,13 +112,20 @@ def main(argv: Sequence[str]) -> int:
         print(json_text([as_dict(o, shown[0], request.cluster, request.task) for o in shown], indent=1))
     else:
         print_report(table(request, shown))
+        if config.out:
+            words = [*command_of(request, shown[0], _model_flags(config)), "--data", "DATA"]
+            lines = start_lines(words, str(config.out), request.devices, request.cluster.devices_per_node)
+            print_report("\n".join(["", *lines]))
     return 0
 
 
 def _model_flags(config: PlanConfig) -> list[str]:
     """Flags that name the model in the command that runs the plan; other tasks start from a checkpoint."""
     model = ["--model", str(config.model), "--size", str(config.size)]
-    if config.task != "pretraining":
+    if folder := model_folder(str(config.model)):
+        family = with_model_folder(NamedModel(str(folder), ""), "").model
+        model = ["--from-checkpoint", str(folder), *(["--model", family] if config.task == "pretraining" else [])]
+    elif config.task != "pretraining":
         model = ["--from-checkpoint", "CHECKPOINT"]
     adapters = ["--lora-r", str(config.lora_r)] if config.lora_r else []
     return [*model, *adapters]
@@ -126,8 +137,12 @@ def requested(config: PlanConfig) -> PlanRequest:
     Raises:
         ConfigError: flags that exclude each other, files that are wrong.
     """
-    if bool(config.config) == bool(config.model) or bool(config.model) != bool(config.size):
-        raise ConfigError("give either --model and --size, or --config FILE")
+    folder = model_folder(config.model) if config.model else None
+    has_name = bool(config.model and (folder or config.size))
+    if bool(config.config) == has_name or bool(config.model or config.size) != has_name:
+        raise ConfigError("give either --model and --size, --model FOLDER, or --config FILE")
+    if config.config and config.config.suffix == ".json" and is_model_config(config.config):
+        raise ConfigError(f"{config.config}: of a model, not of dimensions alone; give --model {config.config.parent}")
     check_numbers(config)
     if problems := task_problems(config):
         raise ConfigError(problems)
@@ -135,10 +150,11 @@ def requested(config: PlanConfig) -> PlanRequest:
     flash = cluster.flash_attention
     dims: Dimensions
     task = PLAIN_TEXT
-    if config.model and config.size:
-        model = dataclasses.replace(size_config(config.model, config.size), compute_dtype=config.compute_dtype)
-        model = trained_model(config, model)
-        task = task_of(config, config.model, model)
+    if config.model:
+        named = with_model_folder(NamedModel(config.model, config.size or ""), "")
+        model = named_model(named.model, named.size, named.config)
+        model = trained_model(config, dataclasses.replace(model, compute_dtype=config.compute_dtype))
+        task = task_of(config, named.model, model)
         dims, flash = of_decoder(model, has_drops=task.has_drops), flash and model.attention_on_ascend == "flash"
         longest = dims.seq_len
         if config.seq_len and config.seq_len > longest:

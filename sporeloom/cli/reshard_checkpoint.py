@@ -14,6 +14,7 @@ from pathlib import Path
 
 from sporeloom.checkpoint.contents import check_contents, model_of
 from sporeloom.checkpoint.manifest import read_manifest
+from sporeloom.checkpoint.published_folder import refuse_published
 from sporeloom.checkpoint.reshard import find_checkpoint, reshard
 from sporeloom.checkpoint.sharded import damage
 from sporeloom.core.command_line import Overwrite, argument, option, output_argument, parse_args
@@ -38,6 +39,7 @@ def main(argv: Sequence[str]) -> int:
     config = parse_args(ReshardConfig, __doc__, argv)
     if bool(config.strategy) == config.full:
         raise ConfigError("give either --strategy FILE or --full")
+    refuse_published(config.input, config.output, *(["--strategy", str(config.strategy)] if config.strategy else []))
     source = find_checkpoint(config.input)
     check_contents(read_manifest(source), source)
     strategy = load_strategy(config.strategy) if config.strategy else SINGLE_DEVICE

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from sporeloom.checkpoint.upcycle import UpcycleJob, open_dense, upcycled, write_checkpoint, write_model
 from sporeloom.core.command_line import Overwrite, check_numbers, option, output, parse_args
@@ -28,6 +28,19 @@ MAX_DIFFERENCE = 1e-5
 
 @dataclass(frozen=True, kw_only=True)
 class UpcycleConfig(Overwrite):
+    common: ClassVar[tuple[str, ...]] = (
+        "checkpoint",
+        "out",
+        "overwrite",
+        "num_experts",
+        "experts_per_token",
+        "first_dense_layers",
+        "router",
+        "capacity_factor",
+        "carry_optimizer",
+        "verify",
+    )
+
     checkpoint: Path = option(..., "dense checkpoint to read")
     out: Path = output(..., "folder to write")
     num_experts: Count = option(..., "number of experts in a layer")

@@ -276,6 +276,17 @@ def _from_run_file(kind: Any, argv: Sequence[str]) -> dict[str, Any]:
     return {}
 
 
+def check_subcommand(argv: Sequence[str], names: Sequence[str]) -> None:
+    """Check the first word of a command that also works without a subcommand.
+
+    Raises:
+        ConfigError: it is neither a flag nor one of `names`.
+    """
+    if argv and not argv[0].startswith("-") and argv[0] not in names:
+        hint = did_you_mean(argv[0], names)
+        raise ConfigError(f"unknown subcommand {argv[0]}{hint}; known: {', '.join(names)} (see --help)")
+
+
 def check_numbers(config: Any) -> None:
     """Check the bounds of numbers, for commands without checks of their own.
 

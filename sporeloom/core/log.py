@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
@@ -23,6 +24,18 @@ def milestone(text: str) -> None:
         print(MARK + printable(text), file=sys.stderr, flush=True)
     except BrokenPipeError:  # nobody reads it any more, as in `2>&1 | head`: that ends no work
         silence(sys.stderr)
+
+
+@functools.cache
+def milestone_once(text: str) -> None:
+    """Log a milestone only once in a process, and only in the first process."""
+    if is_first():
+        milestone(text)
+
+
+def is_first() -> bool:
+    """Whether this is the first process of a job."""
+    return (os.environ.get("RANK_ID") or "0") == "0"
 
 
 def print_report(text: str) -> None:
@@ -77,5 +90,4 @@ def counted(number: int, one: str, many: str) -> str:
 def progress(items: Iterable[T], what: str) -> Iterator[T]:
     """Iterate over the items, with a progress bar on stderr if they take longer than two seconds; only in the
     first process."""
-    is_first = (os.environ.get("RANK_ID") or "0") == "0"
-    return iter(tqdm(items, desc=MARK + what, delay=2.0, disable=not is_first, unit="", leave=False))
+    return iter(tqdm(items, desc=MARK + what, delay=2.0, disable=not is_first(), unit="", leave=False))

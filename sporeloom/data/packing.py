@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sporeloom.core.files import write_atomically
 from sporeloom.data.arrays import read_arrays
@@ -113,13 +112,6 @@ class BestFit:
 
     def describe(self) -> str:
         return f"best fit: {self._padding:.2%} padding, {self._cut:,} of {self._documents:,} documents split"
-
-
-def cut_by_windows(ends: NDArray[np.int64], seq_len: int) -> int:
-    """Number of documents that windows of the stream split, of those that would fit into one."""
-    begins = ends - np.diff(ends, prepend=0)
-    fits = ends - begins <= seq_len + 1
-    return int((fits & (begins // seq_len != (ends - 2) // seq_len) & (ends - begins > 1)).sum())
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:

@@ -12,10 +12,12 @@ from sporeloom.core.command_line import Overwrite, option, output
 from sporeloom.core.errors import ConfigError, Problems
 from sporeloom.core.numbers import Count, Positive, number_problems
 from sporeloom.models.config import AttentionKernel, ComputeDtype, ModelConfig
-from sporeloom.models.family import config_with_file, size_config, with_precision
+from sporeloom.models.config_file import named_model, with_model_folder
+from sporeloom.models.family import with_precision
 from sporeloom.planner.task import TaskFlags, TrainedTask, task_of, task_problems, trained_model
 from sporeloom.strategy.checks import adapter_problems, batch_problems, group_problems, model_problems
 from sporeloom.strategy.config import Strategy
+from sporeloom.strategy.launching import DEVICES_PER_SERVER
 from sporeloom.strategy.loader import load_strategy
 
 
@@ -35,7 +37,7 @@ class DryRunConfig(Overwrite, TaskFlags):
         "html",
         "json",
     )
-    model: str = option("pangu", "model family")
+    model: str = option("pangu", "model family, or a model folder, also of Hugging Face")
     size: str = option("tiny", "built-in size of the family")
     config: Path | None = option(
         None, "JSON file with model configuration fields that replace those of the size (default: none)"
@@ -63,6 +65,9 @@ class DryRunConfig(Overwrite, TaskFlags):
     )
     memory_trace: Path | None = output(None, "JSON file of counters for Perfetto to write (default: none)")
     memory_gb: Positive | None = option(None, "memory of a device, to report whether ranks fit (default: not reported)")
+    devices_per_server: Count = option(
+        DEVICES_PER_SERVER, "number of devices of a server, for the command that runs the job"
+    )
     jobs: Count | None = option(None, "number of processes that compile at the same time (default: 1, with --fast 2)")
     json: bool = option(False, "print JSON instead of the report")
     html: Path | None = output(None, "HTML file to write the report to, too (default: none)")
@@ -111,7 +116,8 @@ def check(config: DryRunConfig) -> DryRun:
         ConfigError: all problems at once.
     """
     problems = Problems(number_problems(config))
-    model = problems.of(_model_config, config)
+    config = problems.of(with_model_folder, config) or config
+    model = problems.of(_model_config, config) if not problems else None
     strategy = problems.of(load_strategy, config.strategy, config.inference)
     for flag, path in (("--html", config.html), ("--memory-trace", config.memory_trace)):
         if path and (path.is_dir() or not path.resolve().parent.is_dir()):
@@ -152,9 +158,7 @@ def check(config: DryRunConfig) -> DryRun:
 
 
 def _model_config(config: DryRunConfig) -> ModelConfig:
-    model = size_config(config.model, config.size)
-    if config.config:
-        model = config_with_file(config.config, model, config.model)
+    model = named_model(config.model, config.size, config.config)
     model = with_precision(model, config.compute_dtype, config.attention)
     if config.attention == "flash" and model.compute_dtype == "float32":
         raise ConfigError("--attention flash: Ascend has it for float16 and bfloat16; give --compute-dtype")

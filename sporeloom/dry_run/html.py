@@ -49,6 +49,7 @@ def page(values: dict[str, Any]) -> str:
         "<h2>Groups</h2>" + _groups(ranks),
         "<h2>Parameters</h2><p><input id='search' placeholder='words to search for'></p>" + _parameters(ranks),
         "".join(f"<p>{escape(text)}</p>" for text in job["advice"]),
+        "<pre>" + escape("\n".join(job["run"])) + "</pre>",
     ]
     title = escape(f"dry run of {job['model']}")
     return (

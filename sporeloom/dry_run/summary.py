@@ -11,6 +11,7 @@ from typing import Any
 
 from sporeloom.core.log import counted
 from sporeloom.dry_run.config import DryRun
+from sporeloom.dry_run.job_command import command_of
 from sporeloom.dry_run.memory.shown import lines as memory_lines
 from sporeloom.dry_run.rank_report import RankReport
 from sporeloom.models.parameters import num_parameters
@@ -18,6 +19,7 @@ from sporeloom.planner.closed_forms import job_of, parameter_bytes
 from sporeloom.planner.dimensions import Parallelism, of_decoder
 from sporeloom.planner.memory import expert_parameters, stage_parameters
 from sporeloom.planner.task import adapter_parameters, auxiliary_bytes, task_memory
+from sporeloom.strategy.launching import start_lines
 from sporeloom.strategy.mesh import Mesh
 
 GB = 2**30
@@ -168,6 +170,7 @@ def _job(run: DryRun, by_stage: dict[int, RankReport]) -> dict[str, Any]:
         "imbalance": max(flops) / (sum(flops) / len(flops)) - 1,
         "replicated": _replicated(run, by_stage),
         "advice": [],
+        "run": start_lines(command_of(run), str(run.config.strategy), mesh.size, run.config.devices_per_server),
     }
     if run.config.memory_gb:
         values["memory_gb"] = run.config.memory_gb
@@ -230,7 +233,7 @@ def text_report(values: dict[str, Any]) -> str:
     if job["replicated"]:
         lines.append(f"replicated on every rank of a stage though they could be sharded: {total / 2**20:.1f} MB in")
         lines += [f"  {p['name']} {p['bytes'] / 2**20:.1f} MB  {p['rule'] or 'no rule'}" for p in job["replicated"][:8]]
-    lines += job["advice"]
+    lines += [*job["advice"], "", *job["run"]]
     return "\n".join(lines)
 
 

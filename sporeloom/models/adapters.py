@@ -22,6 +22,40 @@ LORA_A, LORA_B = ".lora_a", ".lora_b"
 """Endings of an adapter's parameter names: (r, in) and (out, r)."""
 HEAD = "head.weight"
 """Full matrix that a reward model trains besides adapters: it is new."""
+QKV = ("attention.query", "attention.key", "attention.value")
+ALIASES: dict[str, tuple[str, ...]] = {
+    "all-linear": ("*",),
+    "q_proj": ("attention.query",),
+    "k_proj": ("attention.key",),
+    "v_proj": ("attention.value",),
+    "o_proj": ("attention.output",),
+    "gate_proj": ("gate",),
+    "up_proj": ("up",),
+    "down_proj": ("down",),
+    # Latent attention
+    "q_a_proj": ("attention.query_down",),
+    "q_b_proj": ("attention.query_up",),
+    "kv_a_proj_with_mqa": ("attention.kv_down",),
+    "kv_b_proj": ("attention.kv_up",),
+    # One matrix in other packages, several here, each with an adapter of its own
+    "qkv_proj": QKV,
+    "query_key_value": QKV,
+    "gate_up_proj": ("gate", "up"),
+    "dense_h_to_4h": ("gate", "up"),
+    "dense_4h_to_h": ("down",),
+    "dense": ("attention.output",),
+    # GPT-2
+    "c_attn": QKV,
+    "c_fc": ("mlp.up",),
+    "c_proj": ("attention.output", "mlp.down"),
+}
+"""Names of matrices in Hugging Face models, as in PEFT's `target_modules` -> ends of paths in this package."""
+ALIASES_OF_PARENTS = {
+    **dict.fromkeys(("self_attn", "self_attention", "attn"), "attention"),
+    **dict.fromkeys(("shared_expert", "shared_experts"), "shared"),
+    "h": "layers",
+}
+ROOTS = ("model", "transformer", "encoder")
 MAX_ABOVE = 16
 """Maximum number of adapters that are merged one after another."""
 LORA_MASK = ".lora_mask"
@@ -39,7 +73,7 @@ class LoRAConfig:
     lora_dropout: Rate = 0.0
     """Dropout rate of an adapter's input in training."""
     target_modules: tuple[str, ...] = ("attention.query", "attention.value")
-    """Endings of the paths of the matrices; * stands for one component."""
+    """Endings of the paths of the matrices; * stands for one component. Hugging Face's names are replaced by these."""
     use_rslora: bool = False
     """The scale is lora_alpha / sqrt(r)."""
     ranks: Mapping[str, int] = field(default_factory=dict)
@@ -48,7 +82,8 @@ class LoRAConfig:
     """Alpha of single matrices, by path, in place of lora_alpha."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "target_modules", tuple(self.target_modules))  # a list in JSON
+        ends = (end for target in self.target_modules for end in target_paths(target))  # a list in JSON
+        object.__setattr__(self, "target_modules", tuple(dict.fromkeys(ends)))
 
     def r_of(self, path: str) -> int:
         return self.ranks.get(path, self.r)
@@ -82,6 +117,20 @@ class LoRAConfig:
             result[path + LORA_A] = (self.r_of(path), inner)
             result[path + LORA_B] = (outer, self.r_of(path))
         return {**result, HEAD: weights[HEAD]} if model.value_head else result
+
+
+def target_paths(target: str) -> list[str]:
+    """Ends of the paths in this package that a target stands for: itself, or those of a Hugging Face name, as `q_proj` or
+    `layers.0.self_attn.q_proj`."""
+    *parents, names = target.split(".")
+    if not any(name in ALIASES for name in names.split("|")):
+        return [target]
+    above = [ALIASES_OF_PARENTS.get(parent, parent) for parent in parents if parent not in ROOTS]
+    found = []
+    for end in (end for name in names.split("|") for end in ALIASES.get(name, (name,))):
+        first, _, rest = end.partition(".")
+        found.append(".".join([*above, rest if rest and above and above[-1] == first else end]))
+    return found
 
 
 def linear_paths(model: ModelConfig) -> list[str]:

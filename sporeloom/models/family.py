@@ -13,8 +13,6 @@ from types import ModuleType
 from typing import Any
 
 from sporeloom.core.errors import ConfigError, did_you_mean
-from sporeloom.core.hashes import check_file
-from sporeloom.core.reader import fields_from, read_json
 from sporeloom.models.config import AttentionKernel, ComputeDtype, ModelConfig
 
 FAMILIES = ("pangu", "codegeex", "palm")
@@ -42,20 +40,6 @@ def size_config(family: str, size: str) -> ModelConfig:
     if size not in sizes:
         raise ConfigError(f"--size {size} is unknown{did_you_mean(size, sizes)}; {family} has: {', '.join(sizes)}")
     return sizes[size]
-
-
-def config_with_file(path: Path, base: ModelConfig, family: str) -> ModelConfig:
-    """`base` with the fields of a JSON file, which may be the config.json of a checkpoint folder.
-
-    Raises:
-        ConfigError: what is wrong with it, or a model of another family.
-    """
-    check_file(path)
-    document = read_json(path)
-    if document.mapping.get("family", family) != family:
-        raise ConfigError(f"{path}: a model of {document.mapping['family']}; give --model {document.mapping['family']}")
-    values = {name: value for name, value in document.mapping.items() if name not in ("family", "model_type")}
-    return fields_from(ModelConfig, dataclasses.replace(document, value=values), base)
 
 
 def with_precision(

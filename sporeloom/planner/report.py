@@ -96,6 +96,20 @@ def _of_task(request: PlanRequest, best: Option) -> list[str]:
     return [f"{told}{times}" + (f"; GB of the best one's devices: {sizes}" if sizes else "")]
 
 
+def command_of(request: PlanRequest, option: Option, about: Sequence[str] = ()) -> list[str]:
+    """The command that runs an option, without the strategy and the data. `about`: flags that give the model."""
+    job = option.job
+    words = [request.task.name.replace("pretraining", "train"), *about]
+    words += ["--batch-size", str(job.global_batch_size // request.task.rows_per_unit)]
+    words += ["--seq-len", str(request.dims.seq_len)]
+    words += ["--compute-dtype", next(name for name, short in PRECISIONS.items() if short == job.precision)]
+    if not job.flash_attention and job.precision != "fp32":
+        words += ["--attention", "plain"]
+    if job.pp == 1 and job.num_microbatches > 1:
+        words += ["--accumulate", str(job.num_microbatches)]
+    return words
+
+
 def strategy_file(
     request: PlanRequest, option: Option, rules: str, about: Sequence[str] = (), path: Path = Path("FILE")
 ) -> str:
@@ -106,20 +120,13 @@ def strategy_file(
         path: of this file, for the command.
     """
     job, dims = option.job, request.dims
-    flags = f"{shlex.join(about)} " if about else ""
-    flags += f"--batch-size {job.global_batch_size // request.task.rows_per_unit} --seq-len {dims.seq_len}"
-    flags += f" --compute-dtype {next(name for name, short in PRECISIONS.items() if short == job.precision)}"
-    if not job.flash_attention and job.precision != "fp32":
-        flags += " --attention plain"
-    if job.pp == 1 and job.num_microbatches > 1:
-        flags += f" --accumulate {job.num_microbatches}"
     interval = time_interval(dims, job, request.cluster, request.task)
-    command, named = request.task.name.replace("pretraining", "train"), shlex.join(["--strategy", str(path)])
+    words, named = command_of(request, option, about), shlex.join(["--strategy", str(path)])
     each = request.cluster.devices_per_node
     if request.devices > each:
-        command = f"launch-script {named} --devices-per-server {each} -- {command} {flags}"
+        command = f"launch-script {named} --devices-per-server {each} -- {shlex.join(words)}"
     else:
-        command = f"{command} {named} {flags}"
+        command = f"{words[0]} {named} {shlex.join(words[1:])}"
     head = [
         f"# Planned for {request.devices} {request.cluster.chip}: step {option.seconds:.3f} s "
         f"({interval.describe(option.seconds)}), "

@@ -43,7 +43,9 @@ class TaskFlags:
     lora_r: Count | None = option(
         None, "rank of LoRA adapters, which are trained instead of the model (default: train all weights)"
     )
-    lora_targets: tuple[str, ...] = option(("attention.query", "attention.value"), "matrices that get an adapter")
+    lora_targets: tuple[str, ...] = option(
+        ("attention.query", "attention.value"), "matrices that get an adapter, as --lora-targets of sft"
+    )
     reference: bool = option(False, "for grpo: with --beta, so that a reference model is kept; ppo always has one")
     reward_size: str | None = option(
         None, "for grpo and ppo: size of the family that the reward model has (default: no reward model)"

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import httpx
 import numpy as np
@@ -27,6 +27,20 @@ TIMEOUT_S = 600.0
 @dataclass(frozen=True, kw_only=True)
 class BenchServeConfig(Overwrite):
     """One call of `sporeloom bench-serve`."""
+
+    common: ClassVar[tuple[str, ...]] = (
+        "overwrite",
+        "base_url",
+        "model",
+        "api_key",
+        "dataset_path",
+        "input_len",
+        "output_len",
+        "num_prompts",
+        "request_rate",
+        "max_concurrency",
+        "save_result",
+    )
 
     base_url: str = option("http://127.0.0.1:8000", "URL of the server")
     endpoint: str = option("/v1/completions", "API path; /v1/chat/completions takes prompts from a file")

@@ -22,7 +22,8 @@ from sporeloom.data.sample_order import MAX_STEPS, Sizes, growing_seq_lens, ramp
 from sporeloom.data.token_file import is_token_file
 from sporeloom.data.tokenizer import content_hash, find_tokenizer
 from sporeloom.models.config import ModelConfig
-from sporeloom.models.family import config_with_file, family_module, size_config
+from sporeloom.models.config_file import config_with_file, model_folder
+from sporeloom.models.family import family_module, size_config
 from sporeloom.train.config import TrainingConfig
 from sporeloom.train.flags import ValidationFlags
 from sporeloom.train.validation_data import validation_problems
@@ -109,6 +110,11 @@ class TrainConfig(RandomLTDFlags, ValidationFlags, SizeFlags, TrainingConfig):
     data_budget: bool = option(False, "print the samples of each dataset that the run would use, without training")
 
     def base_model(self) -> tuple[str, ModelConfig]:
+        if model_folder(self.model):
+            raise ConfigError(
+                f"--model {self.model}: a folder, not a family; give --from-checkpoint {self.model} to start from its "
+                f"weights, or --config {self.model} to start from random weights, and --model for the family"
+            )
         model = size_config(self.model, self.size)
         if self.from_checkpoint:
             family, model = load_config(self.from_checkpoint)

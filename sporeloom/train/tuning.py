@@ -47,7 +47,8 @@ class AdapterFlags:
     lora_alpha: Positive = option(16.0, "LoRA scale times the rank: adapters are multiplied by this / --lora-r")
     lora_dropout: Rate = option(0.0, "dropout rate of the adapters' inputs")
     lora_targets: tuple[str, ...] = option(
-        ("attention.query", "attention.value"), "matrices that get an adapter: ends of their paths, * for one component"
+        ("attention.query", "attention.value"),
+        "matrices that get an adapter: ends of their paths, * for one component, or PEFT's names: q_proj, all-linear, ...",
     )
     lora_rslora: bool = option(False, "rank-stabilized LoRA: multiply adapters by --lora-alpha / sqrt(--lora-r)")
 

@@ -58,7 +58,7 @@ def test_json_and_a_model_by_its_dimensions_alone():
         (("--size", "14b"), "14b"),
         (("--seq-len", 4096), "beyond the model's longest context, 1024"),
         (("--top", 0), "--top must be at least 1"),
-        (("--config", "dims.yaml"), "give either --model and --size, or --config FILE"),
+        (("--config", "dims.yaml"), "give either --model and --size, --model FOLDER, or --config FILE"),
         (("--devices", 6, "--global-batch-size", 6, "--out", "plan.yaml"), "a multiple of 8 devices"),
         (("--cluster", "no_such.yaml"), "no_such.yaml: cannot be read"),
         (("--devicess", 3), "did you mean --devices?"),

@@ -53,7 +53,8 @@ def flags_of(command, *words, capsys):
 
 
 @pytest.mark.parametrize(
-    "command", ["train", "sft", "ppo", "generate", "serve", "evaluate", "plan", "dry-run", "certify"]
+    "command",
+    ["train", "sft", "ppo", "generate", "serve", "evaluate", "plan", "dry-run", "certify", "upcycle", "bench-serve"],
 )
 def test_help_shows_the_flags_that_most_runs_need_and_how_many_more_there_are(command, capsys):
     few, told = flags_of(command, "--help", capsys=capsys)
@@ -89,6 +90,15 @@ def test_every_example_of_the_help_is_a_command_line_of_its_group(capsys):
 def test_an_unknown_command_is_reported_with_what_is_near():
     with pytest.raises(ConfigError, match=r"unknown command trian; did you mean train.*see sporeloom --help"):
         main(["trian"])
+
+
+@pytest.mark.parametrize(
+    ("words", "near"),
+    [(("plan", "lst"), "list"), (("plan", "validat", "x"), "validate"), (("dry-run", "expain", "x"), "explain")],
+)
+def test_an_unknown_subcommand_is_reported_with_what_is_near(words, near):
+    with pytest.raises(ConfigError, match=rf"unknown subcommand {words[1]}; did you mean {near}"):
+        main(words)
 
 
 def test_what_is_shipped_is_found_by_name(tmp_path, monkeypatch, write):

@@ -28,7 +28,7 @@ from sporeloom.data.tokenize import TokenizeJob, tokenize
 from sporeloom.data.tokenizer import folder_tokenizer, open_tokenizer
 from sporeloom.models.adapters import LoRAConfig
 from sporeloom.models.config import ModelConfig
-from sporeloom.models.family import config_with_file
+from sporeloom.models.config_file import config_with_file
 from sporeloom.models.parameters import parameter_shapes
 
 FLIPS = 25

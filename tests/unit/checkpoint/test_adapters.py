@@ -20,6 +20,7 @@ from sporeloom.checkpoint.adapters import (
 from sporeloom.core.errors import ConfigError
 from sporeloom.models.adapters import LoRAConfig
 from sporeloom.models.config import ExpertConfig, ModelConfig
+from sporeloom.models.family import size_config
 from sporeloom.models.parameters import parameter_shapes
 
 SIZES = {"vocab_size": 32, "hidden_size": 8, "num_layers": 2, "num_heads": 2, "ffn_hidden_size": 12}
@@ -315,3 +316,49 @@ def test_adapters_that_are_not_finite_are_not_written(tmp_path):
     with pytest.raises(ConfigError, match=r"layers\.1\.attention\.query\.lora_b \(1 infinite of 8"):
         write_adapter(tmp_path / "out", Adapter(lora, weights), "pangu", MODEL, tmp_path)
     assert not (tmp_path / "out").exists()
+
+
+def exported_targets(folder, model, *targets):
+    """`target_modules` of the adapters that are written for --lora-targets."""
+    lora = LoRAConfig(r=1, target_modules=targets)
+    weights = {name: np.ones(shape, np.float32) for name, shape in lora.shapes(model).items()}
+    write_adapter(folder / "out", Adapter(lora, weights), "pangu", model, folder)
+    return json.loads((folder / "out/adapter_config.json").read_text())["target_modules"]
+
+
+ALL = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+
+
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [
+        *((name, [name]) for name in ALL),
+        ("all-linear", ALL),
+        ("self_attn.q_proj", ["q_proj"]),
+        ("mlp.up_proj", ["up_proj"]),
+        ("q_proj|v_proj", ["q_proj", "v_proj"]),
+        ("layers.*.self_attn.k_proj", ["k_proj"]),
+        ("model.layers.1.self_attn.q_proj", ["model.layers.1.self_attn.q_proj"]),
+        ("gate_up_proj", ["gate_proj", "up_proj"]),
+        ("query_key_value", ["k_proj", "q_proj", "v_proj"]),
+        ("c_attn", ["k_proj", "q_proj", "v_proj"]),
+        ("c_proj", ["down_proj", "o_proj"]),
+        ("attention.*", ["k_proj", "o_proj", "q_proj", "v_proj"]),
+    ],
+)
+def test_names_of_hugging_face_are_exported_as_they_were_given(given, written, tmp_path):
+    assert exported_targets(tmp_path, MODEL, given) == written
+
+
+def test_latent_attention_and_shared_experts_have_their_names(tmp_path):
+    model = size_config("pangu", "ultra_moe_tiny")
+    paths = LoRAConfig(target_modules=("q_a_proj", "kv_b_proj", "up_proj")).targets(model)
+    ends = {path.partition(".")[2].partition(".")[2] for path in paths}
+    assert ends == {"attention.query_down", "attention.kv_up", "mlp.up", "mlp.shared.up"}
+    paths = LoRAConfig(target_modules=("shared_experts.up_proj",)).targets(model)
+    assert {path.partition(".")[2].partition(".")[2] for path in paths} == {"mlp.shared.up"}
+
+
+def test_a_name_of_hugging_face_that_the_model_has_no_matrix_for_is_refused_with_those_it_has():
+    with pytest.raises(ConfigError, match=r"gate matches no matrix; there are attention\.key, .*mlp\.up"):
+        LoRAConfig(target_modules=("gate_proj",)).targets(size_config("pangu", "tiny"))

@@ -14,12 +14,14 @@ from codegeex.config import GLM
 from palm.config import PALM
 from pangu.config import OPEN_PANGU, PRO_MOE
 from sporeloom.checkpoint.huggingface import export_published, import_published, open_published
-from sporeloom.checkpoint.model_folder import load_config, load_weights, save_checkpoint
+from sporeloom.checkpoint.model_folder import copy_beside, load_config, load_weights, open_weights, save_checkpoint
+from sporeloom.checkpoint.shards import whole
 from sporeloom.checkpoint.tensor_files import model_files
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.hashes import HASHES
 from sporeloom.models.config import ExpertConfig, ModelConfig
-from sporeloom.models.family import family_module
+from sporeloom.models.config_file import config_with_file
+from sporeloom.models.family import family_module, size_config
 from sporeloom.models.parameters import parameter_shapes
 
 SIZES = {"vocab_size": 40, "hidden_size": 16, "num_layers": 2, "num_heads": 4, "head_dim": 8, "ffn_hidden_size": 32}
@@ -314,3 +316,50 @@ def test_a_head_that_is_stored_beside_the_embedding_it_is_tied_to(model_type, tm
     save_file({**tensors, head: other}, source / "model.safetensors")
     edit(source, {"tie_word_embeddings": False})
     assert head in open_published(source).tensors
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_a_published_folder_is_read_as_its_conversion_is(model_type, tmp_path):
+    source = published(tmp_path, model_type)
+    import_published(open_published(source), tmp_path / "converted")
+    assert load_config(source) == load_config(tmp_path / "converted")
+    here, there = open_weights(source), load_weights(tmp_path / "converted")
+    assert here.shapes == {name: value.shape for name, value in there.items()}
+    for name, value in there.items():
+        np.testing.assert_array_equal(here.read(name, whole(value.shape)), value)
+        part = tuple(slice(length // 4, length - length // 4) for length in value.shape)  # the shard of a rank
+        np.testing.assert_array_equal(here.read(name, part), value[part])
+
+
+def test_the_files_that_are_copied_from_a_published_folder_are_those_of_its_tokenizer(tmp_path):
+    source = published(tmp_path)
+    for name in ("tokenizer.model", "README.md", "pytorch_model.bin", "tokenizer_config.json"):
+        (source / name).write_bytes(b"{}")
+    (tmp_path / "copy").mkdir()
+    copy_beside(source, tmp_path / "copy")
+    assert {path.name for path in (tmp_path / "copy").iterdir()} == {"tokenizer.model", "tokenizer_config.json"}
+
+
+def test_what_a_published_configuration_has_too_many_or_too_few_is_logged_once(tmp_path, capsys):
+    source = published(tmp_path, values={"eos_token_id": ..., "some_new_key": 3})
+    load_config(source)
+    load_config(source)
+    logged = capsys.readouterr().err.splitlines()
+    assert len(logged) == 3
+    assert "Hugging Face folder (llama), read as a model of pangu" in " ".join(logged)
+    assert "unknown and ignored: some_new_key" in " ".join(logged)
+    assert "no eos_token_id" in " ".join(logged)
+
+
+def test_a_published_configuration_replaces_all_fields_of_a_size_and_names_its_family(tmp_path):
+    source, tiny = published(tmp_path, "glm"), size_config("codegeex", "tiny")
+    for path in (source, source / "config.json"):
+        assert config_with_file(path, tiny, "codegeex") == open_published(source).model
+    with pytest.raises(ConfigError, match="a model of codegeex; give --model codegeex"):
+        config_with_file(source, tiny, "pangu")
+
+
+def test_a_model_type_that_nobody_knows_is_refused_with_those_that_are_known(tmp_path):
+    source = published(tmp_path, values={"model_type": "gpt2"})
+    with pytest.raises(ConfigError, match=r"model_type 'gpt2' is unknown.*known: llama, .*glm"):
+        load_config(source)

@@ -6,7 +6,7 @@ import pytest
 from test_blend_and_loader import EOD, IGNORED, token_file
 
 from sporeloom.data.loader import Dataset, Loader, rows_of_rank
-from sporeloom.data.packing import BestFit, ShuffledStream, Stream, best_fit, cut_by_windows, save_packing
+from sporeloom.data.packing import BestFit, ShuffledStream, Stream, best_fit, save_packing
 from sporeloom.data.sample_order import Sizes
 
 SEQ_LEN = 24
@@ -97,15 +97,6 @@ def test_no_document_is_cut_that_fits_and_every_token_is_predicted_once(tokens, 
     assert packed.describe() == (
         f"best fit: {padding:.2%} padding, {(lengths > SEQ_LEN + 1).sum()} of {len(lengths)} documents split"
     )
-
-
-def test_windows_cut_documents_that_would_fit(tokens):
-    cut, begin = 0, 0
-    for end in tokens.ends.tolist():
-        inputs = {place // SEQ_LEN for place in range(begin, end - 1)}  # of those tokens that predict its own
-        cut += len(inputs) > 1 and end - begin <= SEQ_LEN + 1
-        begin = end
-    assert cut_by_windows(np.asarray(tokens.ends), SEQ_LEN) == cut > 0
 
 
 @pytest.mark.parametrize("kind", ["stream", "shuffled", "best-fit"])

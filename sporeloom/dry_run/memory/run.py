@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a step of a partitioned program with storages in place of tensors, through the runtime's own schedule.
 
-`sporeloom.runtime.cpu.pipeline` takes, keeps, sends and sums values on CPU processes and devices. Here it does so with
+`sporeloom.runtime.spmd.pipeline` takes, keeps, sends and sums values on CPU processes and devices. Here it does so with
 storages that record when Python frees them, so the record holds what the program holds.
 """
 
@@ -19,8 +19,8 @@ from sporeloom.dry_run.partitioned import Partitioned
 from sporeloom.dry_run.work import phases_of
 from sporeloom.partition.graph import Graph, Name, TensorType
 from sporeloom.partition.stages import PassGraph, StagePass
-from sporeloom.runtime.cpu.pipeline import ForwardStages, Schedule, StagePrograms
-from sporeloom.runtime.cpu.step_graphs import types_of
+from sporeloom.runtime.spmd.pipeline import ForwardStages, Schedule, StagePrograms
+from sporeloom.runtime.spmd.step_graphs import types_of
 
 MOMENTS = ("adam_m.", "adam_v.")
 RECEIVED = "received from another stage"

@@ -107,7 +107,7 @@ def check(config: CertifyConfig) -> Certification:
         memory_gb=cluster.usable_bytes / 2**30 if cluster else None,
     )
     full = problems.of(check_dry_run, dry)
-    problems.tell()
+    problems.raise_if_any()
     assert full and cluster
     mesh = full.strategy.mesh
     if mesh.size == 1:

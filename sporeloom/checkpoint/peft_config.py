@@ -128,7 +128,7 @@ def read_peft_config(document: Document, modules: Sequence[str]) -> PeftConfig:
     given = {name: values[name] for name in PLAIN_FIELDS if values.get(name) is not None}
     lora = problems.of(fields_from, LoRAConfig, Document(document.source, given, document.lines))
     problems += [f"{document.source}: {problem}" for problem in (*_wrong_values(values), *_other_kinds(values))]
-    problems.tell()
+    problems.raise_if_any()
     assert lora
     named: dict[str, Any] = {name: values.get(name) or {} for name in ("rank_pattern", "alpha_pattern")}
     named |= {name: values.get(name) for name in TARGETS}

@@ -64,7 +64,7 @@ class Problems(list[str]):
             self.extend(error.problems)
             return None
 
-    def tell(self) -> None:
+    def raise_if_any(self) -> None:
         """Raises:
         ConfigError: there are any; each is reported once.
         """

@@ -84,7 +84,7 @@ def replacing(config: Any) -> Iterator[None]:
                     aside.rename(path)
                     milestone(f"{path}: put back, after a call that was killed while it replaced it")
                     break
-    Problems(output_problems(config)).tell()
+    Problems(output_problems(config)).raise_if_any()
     moved = []
     try:
         for _, path in outputs(config):

@@ -87,7 +87,7 @@ class FilterRules:
                 found.of(load_function, path, flag, name)
         found.of(named_rules, self.rules)
         found += found.of(language_problems, self.languages) or [] if self.languages else []
-        found.tell()
+        found.raise_if_any()
         if self == FilterRules():
             raise ConfigError("no rule was given, so every document would pass; see --help")
 

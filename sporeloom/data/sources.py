@@ -174,7 +174,7 @@ def source_files(inputs: Iterable[Path], suffixes: tuple[str, ...] = ()) -> list
     files, problems = list[Path](), Problems()
     for path in inputs:
         files += problems.of(_files_of, path, suffixes) or []
-    problems.tell()
+    problems.raise_if_any()
     return files
 
 

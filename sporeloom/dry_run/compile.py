@@ -14,7 +14,7 @@ from sporeloom.dry_run.rank_report import RankParameter, RankReport, rank_parame
 from sporeloom.dry_run.work import Work, add_work, between, phases_of
 from sporeloom.models.config import ModelConfig
 from sporeloom.partition.graph import Graph, Name, TensorType
-from sporeloom.partition.held import item_size
+from sporeloom.partition.sharded_graph import item_size
 from sporeloom.partition.stages import PassKind
 from sporeloom.planner.task import PLAIN_TEXT, TrainedTask
 from sporeloom.runtime.spmd.step_graphs import types_of

@@ -130,7 +130,7 @@ def check(config: DryRunConfig) -> DryRun:
     if model and config.seq_len and config.seq_len > model.seq_len:
         problems.append(f"--seq-len {config.seq_len} is outside 1 .. {model.seq_len}, the model's longest context")
     if not model or not strategy:
-        problems.tell()
+        problems.raise_if_any()
     assert model and strategy
     problems += [*strategy.graph_problems(), *model_problems(strategy, model)]
     problems += adapter_problems(strategy) if config.lora_r else []
@@ -152,7 +152,7 @@ def check(config: DryRunConfig) -> DryRun:
     mesh = strategy.mesh
     if task and task.samples and mesh.cp > 1:
         problems.append(f"{strategy.at('mesh.cp')}: completions are sampled token by token; leave cp out")
-    problems.tell()
+    problems.raise_if_any()
     assert ranks and task
     return DryRun(config, model, strategy, ranks, batch, seq_len, task)
 

@@ -15,7 +15,7 @@ from sporeloom.models.paths import path_matches
 from sporeloom.parallel.parallelize import parallelize
 from sporeloom.parallel.report import ParameterReport
 from sporeloom.parallel.sharding import Operator, ParameterUse, operators, parameter_uses
-from sporeloom.partition.held import item_size
+from sporeloom.partition.sharded_graph import item_size
 from sporeloom.strategy.config import Rule, Strategy
 from sporeloom.strategy.layout import show
 

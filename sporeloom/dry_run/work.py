@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from sporeloom.dry_run.rank_report import Collective
 from sporeloom.partition.graph import Graph, Name, Node, TensorType
 from sporeloom.partition.grid import DeviceGrid
-from sporeloom.partition.held import item_size
+from sporeloom.partition.sharded_graph import item_size
 from sporeloom.strategy.layout import Shape
 
 Multiplications = Callable[[Shape, Shape, Shape], int]

@@ -142,7 +142,7 @@ class HarnessModel(TemplateLM):
                     last = event.scores[-len(asked[place][1]) :]
                     total = sum(score.log_probability for score in last)
                     found[place] = total, all(score.top[0][0] == score.token for score in last)
-        told: list[Any] = self.engine.share(found, self.engine.strategy.mesh.first_rank_of_last_stage)
+        told: list[Any] = self.engine.broadcast_value(found, self.engine.strategy.mesh.first_rank_of_last_stage)
         return [(float(total), bool(is_greedy)) for total, is_greedy in told]
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:

@@ -84,7 +84,7 @@ def check(config: HarnessConfig, num_processes: int | None) -> Harness:
     )
     job = problems.of(inference.check, asked, num_processes, [])
     earlier = problems.of(_results, config.compare) if config.compare else None
-    problems.tell()
+    problems.raise_if_any()
     assert job
     return Harness(config, job, earlier)
 

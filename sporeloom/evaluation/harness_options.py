@@ -73,7 +73,7 @@ def read_options(given: Mapping[str, Any], job: GenerateJob) -> AnswerOptions:
     until = problems.of(_until, options.get("until", []))
     most = problems.of(_max_new_tokens, options, job)
     sampling = problems.of(_sampling, options)
-    problems.tell()
+    problems.raise_if_any()
     assert until is not None and most is not None and sampling is not None
     if sampling.leaves_none(job.stop_ids, job.tokenizer.vocab_size):
         raise ConfigError("generation_kwargs: min_new_tokens leaves no token to choose")
@@ -112,12 +112,12 @@ def _sampling(options: Mapping[str, Any]) -> SamplingConfig:
     do_sample = options.get("do_sample")
     if not isinstance(do_sample, bool | None):
         problems.append(f"generation_kwargs: do_sample must be true or false, got {do_sample!r}")
-    problems.tell()
+    problems.raise_if_any()
     config = SamplingConfig(**values)
     problems += list(number_problems(config, lambda name: f"generation_kwargs: {name}"))
     if do_sample and config.is_greedy:
         problems.append(
             "generation_kwargs: do_sample needs a temperature above 0, too; 1.0 samples from the model as it is"
         )
-    problems.tell()
+    problems.raise_if_any()
     return SamplingConfig(**{**values, "temperature": 0.0}) if do_sample is False else config

@@ -178,7 +178,7 @@ def check(
     if model and config.max_new_tokens > 0:
         wrong = [p for place in formed for p in prompt_problems(*place, model, config.max_new_tokens)]
         problems += wrong[:8] + ([f"and {len(wrong) - 8} more prompts like these"] if len(wrong) > 8 else [])
-    problems.tell()
+    problems.raise_if_any()
     assert family and model and strategy and tokenizer and named is not None
     ending = language.ending if language else None
     return GenerateJob(config, family, model, strategy, tokenizer, [prompt for _, prompt in formed], ending)

@@ -168,7 +168,7 @@ def read_config(way: PublishedFormat, values: Mapping[str, Any]) -> tuple[dict[s
     asked, problems = TrackedKeys(values), Problems()
     fields = problems.of(way.read, asked)
     problems += key_problems(asked)
-    problems.tell()
+    problems.raise_if_any()
     assert fields is not None
     return fields, unknown_keys(asked)
 
@@ -230,7 +230,7 @@ def read_rope(values: Mapping[str, Any]) -> Rope:
     scaled = [scaling for scaling in scalings.values() if scaling]
     if len(scaled) > 1 and scaled[0] != scaled[1]:
         problems += ["rope_parameters and rope_scaling contradict each other; leave one"]
-    problems.tell()
+    problems.raise_if_any()
     return Rope(theta, rotated, scaled[0] if scaled else None)
 
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from sporeloom.partition.graph import Graph, IsFirst, Name, Node, RankOffset, TensorType, followed, is_effect
 from sporeloom.partition.grid import MICROBATCHES, DeviceGrid
-from sporeloom.partition.held import MixedRowsError
+from sporeloom.partition.sharded_graph import MixedRowsError
 from sporeloom.partition.stages import assemble
 
 NUMBER = "microbatch."

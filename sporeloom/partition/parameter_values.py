@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sporeloom.partition.graph import Graph, Name, followed, is_effect
-from sporeloom.partition.held import SENT
+from sporeloom.partition.sharded_graph import SENT
 
 
 @dataclass(slots=True)

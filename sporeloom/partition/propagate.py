@@ -14,11 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from sporeloom.partition.building import Building
 from sporeloom.partition.decompositions import DECOMPOSITIONS
 from sporeloom.partition.graph import Graph, Input, IsFirst, Name, Node, TensorType
+from sporeloom.partition.graph_builder import Building
 from sporeloom.partition.grid import MICROBATCHES, STAGES, DeviceGrid
-from sporeloom.partition.held import MixedRowsError, PartitionError, ShardedGraph, Value
 from sporeloom.partition.hints import casts_of_outputs, ids_by_row, summed_with, wanted_by_updates
 from sporeloom.partition.layout import NONE, ValueLayout, fitted, replicated
 from sporeloom.partition.operation import Operand, Operands, Operation, Pin, Plan, computed_unsharded, whole
@@ -27,6 +26,7 @@ from sporeloom.partition.operators import plan as plan_of
 from sporeloom.partition.operators.elementwise import KEEPS_SUMS
 from sporeloom.partition.operators.products import PENDING_BESIDE
 from sporeloom.partition.operators.tables import IDS_BY_ROW, TABLE
+from sporeloom.partition.sharded_graph import MixedRowsError, PartitionError, ShardedGraph, Value
 from sporeloom.strategy.layout import Layout, show
 
 STRUCTURE = ("UpdateState", "MakeTuple", "TupleGetItem", "Return")

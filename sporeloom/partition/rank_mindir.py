@@ -12,8 +12,8 @@ import numpy as np
 from sporeloom.mindspore_compat.names import mind_ir
 from sporeloom.partition.graph import IsFirst, Name, Node, RankOffset, TensorType
 from sporeloom.partition.grid import DeviceGrid
-from sporeloom.partition.held import ShardedGraph
 from sporeloom.partition.mindir import CODES, SHAPE, Proto
+from sporeloom.partition.sharded_graph import ShardedGraph
 
 MAX_NAME = 120
 """Maximum length of a group's name; the limit of HCCL is 127."""

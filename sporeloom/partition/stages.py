@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from sporeloom.partition.graph import Graph, Input, Name, Node, Scope, TensorType, followed, is_effect
-from sporeloom.partition.held import PartitionError
 from sporeloom.partition.parameter_values import ParameterValues, of_parameters_alone
+from sporeloom.partition.sharded_graph import PartitionError
 
 PassKind = Literal["parameters", "forward", "backward", "weights"]
 NOWHERE = Scope()

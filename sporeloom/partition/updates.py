@@ -15,7 +15,7 @@ import numpy as np
 
 from sporeloom.partition.graph import Graph, Name, Node, TensorType, followed, is_effect
 from sporeloom.partition.grid import STAGES
-from sporeloom.partition.held import PartitionError
+from sporeloom.partition.sharded_graph import PartitionError
 from sporeloom.partition.stages import assemble, with_names
 
 Stages = frozenset[int]

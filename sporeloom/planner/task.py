@@ -146,7 +146,7 @@ def task_of(flags: TaskFlags, family: str, model: ModelConfig) -> TrainedTask:
                 f"--reward-size {flags.reward_size}: its context of {reward_model.seq_len} tokens is shorter "
                 f"than {longest}, the length of the texts it scores (--seq-len)"
             )
-    problems.tell()
+    problems.raise_if_any()
     return TrainedTask(flags.task, lora, model, flags.reference or flags.task == "ppo", reward_model)
 
 

@@ -183,7 +183,7 @@ def _run_call(
         of_probe = Call(probe, calling(arguments))
         comparison.of(lambda: _compile_and_run(theirs, *args), lambda: together(of_probe), weights, keeps=False)
     given = comparison.of(lambda: alone(comparison), lambda: together(call), weights, keeps=True)
-    comparison.tell()
+    comparison.raise_if_different()
     return given
 
 

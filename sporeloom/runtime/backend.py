@@ -61,7 +61,7 @@ class Backend:
         """Communication groups: name -> ranks."""
         self.rounded: Counter[str] = Counter()
         """Kinds of operators of the largest graph whose float32 results are rounded to bfloat16 -> how many of each."""
-        self.told_of_graph = ""
+        self.graph_summary = ""
         """Communication and replicated computation of the latest graph, for logs; empty if unknown."""
         self._ran: set[tuple[Any, ...]] = set()
         """Cells with the shapes and types of inputs that they were called with."""
@@ -96,17 +96,21 @@ class Backend:
         """Broadcast the array of rank `source`; all ranks pass an array of the same shape and dtype."""
         return array
 
-    def share(self, value: Any, source: int) -> Any:
+    def broadcast_value(self, value: Any, source: int) -> Any:
         """Broadcast a JSON-serializable value of rank `source`; values of other ranks are ignored."""
         return value
 
-    def largest(self, value: int) -> int:
+    def max_over_ranks(self, value: int) -> int:
         """Maximum of a value over all ranks, on every rank."""
         return value
 
-    def total(self, value: float) -> float:
+    def sum_over_ranks(self, value: float) -> float:
         """Sum of a value over all ranks, on every rank."""
         return value
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.max_over_ranks(0)
 
     def agree(self, problems: Sequence[str]) -> None:
         """Collective check for problems, called by all ranks, each with its own problems.
@@ -115,8 +119,8 @@ class Backend:
             ConfigError: a rank has problems: those of the first such rank are broadcast, so that no rank waits for another.
         """
         size = self.strategy.mesh.size
-        if found := self.largest(size - self.rank if problems else 0):
-            raise ConfigError(self.share(list(problems), size - found))
+        if found := self.max_over_ranks(size - self.rank if problems else 0):
+            raise ConfigError(self.broadcast_value(list(problems), size - found))
 
     def look_for_nan(self) -> None:
         """Inspect every node of the graphs that are compiled from now on.

@@ -43,7 +43,7 @@ class DeviceBackend(Backend):
         result: NDArray[Any] = ops.Broadcast(source)((Tensor(array),))[0].asnumpy()
         return result
 
-    def share(self, value: Any, source: int) -> Any:
+    def broadcast_value(self, value: Any, source: int) -> Any:
         return json.loads(self.share_bytes(json.dumps(value).encode(), source))
 
     def share_bytes(self, content: bytes, source: int) -> bytes:
@@ -54,8 +54,8 @@ class DeviceBackend(Backend):
             padded[:length] = np.frombuffer(content, np.uint8)
         return self.broadcast(padded.view(np.int32), source).tobytes()[:length]
 
-    def largest(self, value: int) -> int:
+    def max_over_ranks(self, value: int) -> int:
         return int(ops.AllReduce(ops.ReduceOp.MAX)(Tensor([value], ms.int32)).asnumpy()[0])
 
-    def total(self, value: float) -> float:
+    def sum_over_ranks(self, value: float) -> float:
         return float(ops.AllReduce()(Tensor([value], ms.float32)).asnumpy()[0])

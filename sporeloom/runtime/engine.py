@@ -123,17 +123,21 @@ class Engine:
         """Broadcast the array of rank `source`; all ranks pass an array of the same shape and dtype."""
         return self.backend.broadcast(array, source)
 
-    def share(self, value: Any, source: int) -> Any:
+    def broadcast_value(self, value: Any, source: int) -> Any:
         """Broadcast a JSON-serializable value of rank `source`; values of other ranks are ignored."""
-        return self.backend.share(value, source)
+        return self.backend.broadcast_value(value, source)
 
-    def largest(self, value: int) -> int:
+    def max_over_ranks(self, value: int) -> int:
         """Maximum of a value over all ranks, on every rank."""
-        return self.backend.largest(value)
+        return self.backend.max_over_ranks(value)
 
-    def total(self, value: float) -> float:
+    def sum_over_ranks(self, value: float) -> float:
         """Sum of a value over all ranks, on every rank."""
-        return self.backend.total(value)
+        return self.backend.sum_over_ranks(value)
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.backend.barrier()
 
     def refresh(self, net: nn.Cell, report: Report) -> None:
         """Broadcast the trained values of parameters shared by several pipeline stages to all of these stages, before a

@@ -47,7 +47,7 @@ def gather_whole(
         return parts
     if engine.rank == 0:
         shutil.rmtree(folder, ignore_errors=True)  # left by a killed run, it would be read as shards of this one
-    engine.largest(0)
+    engine.barrier()
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / f"rank_{engine.rank}.json", lambda path: _write_json(path, places))
     write_atomically(folder / f"rank_{engine.rank}.safetensors", lambda path: save_file(parts, path))

@@ -36,12 +36,12 @@ def arguments_of(
     given = problems.of(_flattened, function, args, kwargs, engine.strategy if has_batch else None)
     tensors = given.tensors if given is not None else ()
     if not is_new:
-        problems.tell()  # the others have passed their first call and do not wait for this rank
+        problems.raise_if_any()  # the others have passed their first call and do not wait for this rank
     if is_new or is_first(owner, tensors, _agreed):
         engine.backend.agree(problems)
         assert given is not None  # or it had problems
         sums = [*map(_checksum, tensors), given.source]
-        pairs = itertools.zip_longest(sums, engine.share(sums, 0))
+        pairs = itertools.zip_longest(sums, engine.broadcast_value(sums, 0))
         other = [str(place) for place, (mine, first) in enumerate(pairs, 1) if mine != first]
         problem = (
             f"{function.__qualname__}: rank {engine.rank} was given other values than rank 0 as argument {', '.join(other)}: "

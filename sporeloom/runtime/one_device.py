@@ -82,7 +82,7 @@ class Comparison:
             _set(self.parameters, {name: value[self._mine(name, value)] for name, value in self.whole.items()})
         return given
 
-    def tell(self) -> None:
+    def raise_if_different(self) -> None:
         """Report differences.
 
         Raises:
@@ -104,11 +104,11 @@ class Comparison:
             if not parameter.sliced:
                 parameter.init_data()
         values = {name: p.asnumpy().copy() for name, p in parameters.items()}
-        if not engine.largest(int(any(p.sliced for p in parameters.values()))):
+        if not engine.max_over_ranks(int(any(p.sliced for p in parameters.values()))):
             return values
         own = dict(values)
         for source in range(engine.strategy.mesh.size):
-            places = engine.share(self._places(), source)
+            places = engine.broadcast_value(self._places(), source)
             for name, (bounds, dtype) in places.items():
                 slices = tuple(slice(*ends) for ends in bounds)
                 mine = own[name] if engine.rank == source else np.zeros([s.stop - s.start for s in slices], dtype)

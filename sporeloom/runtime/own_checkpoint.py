@@ -49,7 +49,7 @@ def save_checkpoint(network: nn.Cell, path: str | Path) -> None:
         ]
         kind = path.suffix[1:]
         write_atomically(path, lambda partial: _write(entries, partial, kind))
-    engine.largest(0)  # no rank returns before the file exists
+    engine.barrier()  # no rank returns before the file exists
 
 
 def _write(entries: list[dict[str, object]], path: Path, kind: str) -> None:

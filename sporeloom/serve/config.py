@@ -174,7 +174,7 @@ def check(config: ServeConfig, num_processes: int | None, rank: int = 0) -> Serv
         problems.of(_can_listen, config)
     names = [each.name for each in models]
     problems += [f"--lora-modules: {name} names two models" for name in dict.fromkeys(names) if names.count(name) > 1]
-    problems.tell()
+    problems.raise_if_any()
     assert family and model and strategy and models
     return ServeJob(config, family, model, strategy, tuple(models), tuple(adapters))
 

@@ -181,7 +181,7 @@ class Service:
         source = self.job.strategy.mesh.first_rank_of_last_stage
         while True:
             commands, opened = self._collect() if self.engine.is_log_rank else ([], deque[_Open]())
-            for kind, value in self.engine.share(commands, source):
+            for kind, value in self.engine.broadcast_value(commands, source):
                 if kind == "submit":
                     self._submit(value, opened)
                 elif kind == "cancel":

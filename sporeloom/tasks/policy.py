@@ -162,7 +162,7 @@ class PolicyTask(Tuning):
             if self.engine.is_log_rank:
                 told = self._from_functions(texts)
             source = self.run.strategy.mesh.first_rank_of_last_stage
-            told = self.engine.share(told, source)
+            told = self.engine.broadcast_value(told, source)
             if isinstance(told, str):
                 raise ConfigError(told)
             values += told

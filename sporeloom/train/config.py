@@ -213,7 +213,7 @@ def check(config: TrainingConfig, num_processes: int | None) -> Run:
     groups = problems.of(_groups, config, model, lora) if model and config.parameter_groups else None
     problems += _folder_problems(config)
     numbers = problems.of(_schedule_numbers, config) if family and config.steps > 0 else None
-    problems.tell()
+    problems.raise_if_any()
     assert model and strategy and sizes and numbers
     return Run(
         config=config,

@@ -38,7 +38,7 @@ def run_twice(
     del before
     second: tuple[Any, ...] = engine.run(step, *inputs)
     different = _difference(after, {**_values(held), **_results(second)})
-    failed = engine.largest(engine.rank + 1 if different else 0) - 1
+    failed = engine.max_over_ranks(engine.rank + 1 if different else 0) - 1
     if failed >= 0:
         where = f"rank {engine.rank}: {different}" if different else (f"on rank {failed}, whose log has the details")
         raise SilentCorruptionError(

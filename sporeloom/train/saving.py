@@ -133,7 +133,7 @@ class Saver:
     def after_step(self, step: int) -> bool:
         """Save if it is time to. Returns whether the run must stop, on which all ranks agree."""
         is_time = self.minutes > 0 and time.monotonic() - self._last_time >= 60 * self.minutes
-        wish = self.engine.largest(2 if self.stop_requested else int(is_time))
+        wish = self.engine.max_over_ranks(2 if self.stop_requested else int(is_time))
         if wish or (self.every and step % self.every == 0):
             self.save(step)
         return wish == 2
@@ -242,7 +242,7 @@ def newest_complete(
             problem = damage(folder, manifest, slice(engine.rank, None, engine.strategy.mesh.size))
         except ConfigError as error:
             problem = error.problems[0]
-        finder = engine.largest(engine.rank + 1 if problem else 0)
+        finder = engine.max_over_ranks(engine.rank + 1 if problem else 0)
         if not finder:
             assert manifest is not None
             if engine.rank == 0:
@@ -327,7 +327,7 @@ def start_from(
     """
     weights = open_weights(folder)
     problem = weights.damage(slice(engine.rank, None, engine.strategy.mesh.size))
-    if finder := engine.largest(engine.rank + 1 if problem else 0):
+    if finder := engine.max_over_ranks(engine.rank + 1 if problem else 0):
         raise ConfigError(_told_by(finder - 1, problem or "", engine))
     found = dict(weights.shapes)
     named = {p.name.removeprefix(prefix): p for p in cell.get_parameters() if p.name.startswith(prefix)}
@@ -359,7 +359,7 @@ def _hold_all(parts: Iterable[Part], engine: Engine) -> None:
             _hold(*part)
     except ConfigError as error:
         problems = error.problems
-    if finder := engine.largest(engine.rank + 1 if problems else 0):
+    if finder := engine.max_over_ranks(engine.rank + 1 if problems else 0):
         told = _told_by(finder - 1, "\n".join(problems), engine)
         raise ConfigError(problems or split_lines(told))
 

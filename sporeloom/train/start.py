@@ -110,7 +110,7 @@ def start(run: Run) -> Training:
 
 def _with_shared_folder(run: Run, engine: Engine) -> Run:
     """Use the folder that the first process created."""
-    folder = Path(engine.share(str(run.config.output_dir), 0))
+    folder = Path(engine.broadcast_value(str(run.config.output_dir), 0))
     return dataclasses.replace(run, config=dataclasses.replace(run.config, output_dir=folder))
 
 
@@ -166,7 +166,7 @@ def compile_for(training: Training, step: int) -> None:
     for_what = f" for {shape[0]} sequences of {shape[1]}" if len(training.run.sizes.shapes()) > 1 else ""
     seen = f"; {shape[2]} tokens of each in the layers that drop some" if shape[2:] else ""
     training.say(f"compiled{for_what} in {time.perf_counter() - begin:.1f} s{seen}")
-    if (told := training.engine.backend.told_of_graph) and len(training.compiled) == 1:
+    if (told := training.engine.backend.graph_summary) and len(training.compiled) == 1:
         training.say(told)
     if (rounded := training.engine.rounded) and len(training.compiled) == 1:
         kinds = ", ".join(f"{kind} {count}" for kind, count in rounded.most_common())

@@ -160,10 +160,10 @@ def rewind(training: Training, guard: SpikeGuard, saver: Saver, step: int) -> No
     engine, folder = training.engine, training.run.config.states_dir
     saver.wait()
     dropped = guard.to_drop(step, folder)
-    engine.largest(0)  # all have searched
+    engine.barrier()  # all have searched
     for path in dropped if engine.rank == 0 else ():
         remove_folder(path)
-    engine.largest(0)
+    engine.barrier()
     found, manifest = newest_complete(folder, engine)
     _take_up(training, found, manifest)
     training.say(f"step {step}: a spike of the loss; back to {found}, without steps {manifest.step + 1}-{step}")

@@ -96,10 +96,10 @@ def _train(run: Run) -> Path | None:
     if is_done and (config.save_every or config.save_minutes):
         saver.save(done)
     saver.wait()
-    training.engine.largest(0)  # nobody leaves before all is written: msrun ends the others with the first
+    training.engine.barrier()  # nobody leaves before all is written: msrun ends the others with the first
     if not is_done:
         training.say(f"stopped after step {done}; --resume continues from there")
-        training.engine.largest(0)  # likewise: before it is reported
+        training.engine.barrier()  # likewise: before it is reported
         return None
     if first and last:
         training.say(f"loss {first.loss:.4f} -> {last.loss:.4f} in {done - steps_done} steps")
@@ -126,7 +126,7 @@ def run_steps(
                 writer.pass_over()
         else:
             metrics = _one_step(training, step)
-            is_spike = guard is not None and training.engine.share(guard.is_spike(metrics.loss), log_rank)
+            is_spike = guard is not None and training.engine.broadcast_value(guard.is_spike(metrics.loss), log_rank)
             if training.validation and not is_spike and training.validation.is_due(step, run.config.steps):
                 metrics = _validated(training, training.validation, metrics, saver)
             with saver.saving_after_an_error(step):
@@ -186,7 +186,7 @@ def _validated(training: Training, validation: Validation, metrics: StepMetrics,
     training.say(f"step {metrics.step}: validation loss {told}")
     if validation.best.follow(metrics.step, losses["validation/loss"]) and config.keep_best:
         _write(training, config.best_dir, saver)
-        training.engine.largest(0)  # a rank that went on would wait in a step for the one that writes
+        training.engine.barrier()  # a rank that went on would wait in a step for the one that writes
     return dataclasses.replace(metrics, more={**metrics.more, **losses})
 
 

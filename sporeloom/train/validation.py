@@ -93,7 +93,7 @@ class Validation:
                 losses = output.asnumpy().reshape(counted.shape)
                 total += float(losses[counted].sum(dtype="float64"))
             num_tokens += int(counted.sum())
-        mean: float = self.engine.share(total / num_tokens, self.source)
+        mean: float = self.engine.broadcast_value(total / num_tokens, self.source)
         return mean
 
     def state(self) -> dict[str, Any]:

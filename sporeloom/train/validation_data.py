@@ -86,7 +86,7 @@ def open_sets(run: Run, config: ValidationFlags, tokenizer: Path, rank: int) -> 
                 f"{FLAG} {name}={path}: holds no token to predict at --seq-len {run.seq_len}; give more text"
             )
         opened[name] = windows
-    problems.tell()
+    problems.raise_if_any()
     return opened
 
 

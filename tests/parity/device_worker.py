@@ -60,8 +60,8 @@ class StandInCommunication(Communication):
 class StandInDevices(SpmdDevices):
     """Its own messages, those of a Backend, are CPU processes'."""
 
-    broadcast, share, largest, total = (
-        getattr(CpuProcesses, name) for name in ("broadcast", "share", "largest", "total")
+    broadcast, broadcast_value, max_over_ranks, sum_over_ranks = (
+        getattr(CpuProcesses, name) for name in ("broadcast", "broadcast_value", "max_over_ranks", "sum_over_ranks")
     )
 
     def __init__(self, strategy, rank, transport):

@@ -60,7 +60,7 @@ def _train(engine, strategy, out, accumulate, first, dtype, steps):
         scale.follow(bool(np.isfinite(norm)))
         if index == 0:
             same = [np.array_equal(old, parameter.asnumpy()) for old, parameter in zip(before, state, strict=True)]
-            changed = engine.largest(int(not all(same)))
+            changed = engine.max_over_ranks(int(not all(same)))
     weights = {parameter.name for parameter in report.parameters}
     whole = gather_whole(step, engine, report, out.with_name(f"{out.name}.parts"), weights.__contains__)
     if whole is not None:

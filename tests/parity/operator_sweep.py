@@ -19,8 +19,8 @@ from spmd_functions import COLUMNS, ROWS
 
 from sporeloom.partition import propagate
 from sporeloom.partition.grid import DeviceGrid
-from sporeloom.partition.held import PartitionError
 from sporeloom.partition.mindir import read_graph
+from sporeloom.partition.sharded_graph import PartitionError
 from sporeloom.runtime.compiler import faster_compilation
 from sporeloom.runtime.spmd.compile import compile_for_one_device
 

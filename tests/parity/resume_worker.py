@@ -68,7 +68,7 @@ class Mesh:
             if self.engine.rank == 0:
                 shutil.rmtree(self.config.states_dir)
                 shutil.copytree(source, self.config.states_dir / FOLDER.format(MIDDLE))
-            self.engine.largest(0)  # all wait for the copy
+            self.engine.barrier()  # all wait for the copy
             self.run(self.state.resume(self.training), source.name)
 
 
@@ -81,6 +81,6 @@ def run(out, phases, strategies):
     for phase in phases:
         for mesh in meshes:
             getattr(mesh, phase)()
-            mesh.engine.largest(0)  # what it wrote is there for the next
+            mesh.engine.barrier()  # what it wrote is there for the next
     for mesh in meshes:
         mesh.engine.close()

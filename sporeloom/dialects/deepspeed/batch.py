@@ -26,14 +26,14 @@ def batch(book: InputKeys, train: dict[str, Any], replicas: int) -> None:
         if value and flags[key] not in (None, value):
             name = "--batch-size" if key == TOTAL else "--accumulate"
             problems.append(f"{book.given[key].place}: {key} is {value}, but {name} is {flags[key]}")
-    problems.tell()
+    problems.raise_if_any()
     total, parts = total or flags[TOTAL], parts or flags[PARTS]
     if not parts and total and micro:
         if total % (micro * replicas):
             raise ConfigError(_contradiction(book, total, micro, None, replicas))
         parts = total // (micro * replicas)
     problems.of(_ask, book, total, micro, parts)
-    problems.tell()
+    problems.raise_if_any()
     if total is None and micro:
         total = micro * (parts or 1) * replicas
     if total is not None and total != (micro or total // (replicas * (parts or 1))) * (parts or 1) * replicas:

@@ -82,7 +82,7 @@ def schedule(book: InputKeys, train: dict[str, Any]) -> None:
     if total is not None and not problems and total < warmup:
         place = book.given[f"{SCHEDULER}total_num_steps"].place
         problems.append(f"{place}: total_num_steps {total} is below warmup_num_steps {warmup}")
-    problems.tell()
+    problems.raise_if_any()
     train["warmup_steps"] = warmup
     if f"{SCHEDULER}warmup_num_steps" not in book:
         book.add(f"{SCHEDULER}*", _place(book), "renamed", f"--warmup-steps {warmup}, DeepSpeed's default")

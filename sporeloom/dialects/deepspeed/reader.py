@@ -60,7 +60,7 @@ def read(path: Path, known: Settings, devices: int | None) -> tuple[Settings, li
     num_layers = problems.of(_random_ltd, book, train) or known.num_layers
     zero = problems.of(_zero, book)
     offload = problems.of(_offload, book)
-    problems.tell()
+    problems.raise_if_any()
     assert mesh
     if mesh.dp == 1 and zero and zero.shard_size:
         zero = OptimizerParallel()
@@ -228,7 +228,7 @@ def _offload(book: InputKeys) -> Offload | None:
             problems.append(
                 f"{book.given[key].place}: {key} needs zero_optimization.stage 3, got {0 if stage is None else stage}"
             )
-    problems.tell()
+    problems.raise_if_any()
     kept = weights in (None, "none")
     for key in [key for key in book.given if key.startswith(PARAMETERS)]:
         why = "nothing is moved" if kept else "weights stay on the device; write `offload` for activations"

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from sporeloom.dry_run.memory.liveness import Lifetimes
 from sporeloom.partition.graph import Graph, Name, Node
-from sporeloom.partition.held import SENT
+from sporeloom.partition.sharded_graph import SENT
 
 KINDS = (
     "parameter",

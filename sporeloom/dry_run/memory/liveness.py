@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from sporeloom.partition.graph import Graph, Name, Node, TensorType, followed, is_effect
-from sporeloom.partition.held import item_size
 from sporeloom.partition.rank_shapes import along_first_dim
+from sporeloom.partition.sharded_graph import item_size
 
 VIEWS = frozenset(
     ("Reshape", "Depend", "Load", "TupleGetItem", "ExpandDims", "Squeeze", "StopGradient", "Flatten", "Identity")

@@ -59,13 +59,13 @@ class CpuProcesses(SpmdBackend):
         group = Collectives(self.transport, range(self.strategy.mesh.size), "broadcast")
         return group.broadcast(array, source)
 
-    def share(self, value: Any, source: int) -> Any:
+    def broadcast_value(self, value: Any, source: int) -> Any:
         return self.transport.share_value(value, source, "share")
 
-    def largest(self, value: int) -> int:
+    def max_over_ranks(self, value: int) -> int:
         return max(self.transport.gather_values(value, "largest"))
 
-    def total(self, value: float) -> float:
+    def sum_over_ranks(self, value: float) -> float:
         return sum(self.transport.gather_values(value, "total"))
 
     def look_for_nan(self) -> None:

@@ -16,12 +16,12 @@ from sporeloom.mindspore_compat.names import mind_ir
 from sporeloom.parallel.call import Call
 from sporeloom.parallel.step import TrainStep
 from sporeloom.partition.graph import Graph
-from sporeloom.partition.held import Communication, ShardedGraph
+from sporeloom.partition.sharded_graph import Communication, ShardedGraph
 from sporeloom.partition.stages import StageGraphs
 from sporeloom.runtime.backend import Backend
 from sporeloom.runtime.compiler import without_collection
 from sporeloom.runtime.spmd.call_graphs import CutCall, cut_call, num_microbatches_of
-from sporeloom.runtime.spmd.compile import whole_again
+from sporeloom.runtime.spmd.compile import with_global_shapes
 from sporeloom.runtime.spmd.pipeline import Exchange, ForwardStages, RankProgram, ScheduledStep, StagePrograms
 from sporeloom.runtime.spmd.rank_graph import RankGraph, describe_inputs
 from sporeloom.runtime.spmd.scheduled_call import CurrentParameters, ScheduledCall, keep_each
@@ -112,7 +112,7 @@ class SpmdBackend(ProgramBackend):
 
     def _remember(self, sharded: ShardedGraph) -> None:
         self.sharded.append(replace(sharded, graph=Graph({}, {}, [], []), layouts={}))
-        self.told_of_graph = sharded.summary()
+        self.graph_summary = sharded.summary()
 
     def _compiled(self, cell: nn.Cell, described: Sequence[tuple[Shape, Any]]) -> Runnable:
         is_step = isinstance(cell, TrainStep)
@@ -149,11 +149,11 @@ class SpmdBackend(ProgramBackend):
         once = sharded.result.within(passes[one].graph for one in programs.programs if one.kind == "parameters")
         communications = once + mine * num_microbatches + updated
         of_stage = replace(sharded.result, communications=communications)
-        self.told_of_graph = of_stage.summary()
+        self.graph_summary = of_stage.summary()
         if self.strategy.mesh.pp > 1:
             told = of_stage.summary(f"each rank of stage {programs.stage}")
             sent = programs.sent_bytes * num_microbatches
-            self.told_of_graph = (
+            self.graph_summary = (
                 f"{told}; {sent / 1e6:.3g} MB to other stages. {self._schedule_summary(num_microbatches)}"
             )
         return made
@@ -281,11 +281,11 @@ class SpmdBackend(ProgramBackend):
         """
         problems, model = Problems(), None
         if self.rank == 0:
-            with whole_again(cell.get_parameters(), self._shapes):
+            with with_global_shapes(cell.get_parameters(), self._shapes):
                 model = problems.of(compiled_or_cached, cell, described, self.strategy)
         self.agree(problems)
         if isinstance(cell, Call):
-            cell.structure = self.share(cell.take_structure() if self.rank == 0 else None, 0)
+            cell.structure = self.broadcast_value(cell.take_structure() if self.rank == 0 else None, 0)
         content = self.bytes_of_first(b"" if model is None else model.SerializeToString())
         model = model if model is not None else mind_ir.ModelProto.FromString(content)
         owners = {parameter.name: id(parameter) for parameter in cell.get_parameters()}

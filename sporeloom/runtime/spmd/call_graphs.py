@@ -17,9 +17,9 @@ from mindspore import nn
 from sporeloom.core.errors import ConfigError
 from sporeloom.mindspore_compat.names import mind_ir
 from sporeloom.partition.graph import Graph, Name, is_effect
-from sporeloom.partition.held import MixedRowsError, PartitionError
 from sporeloom.partition.microbatches import DividedGraph, divide, undivided
 from sporeloom.partition.mindir import read_graph
+from sporeloom.partition.sharded_graph import MixedRowsError, PartitionError
 from sporeloom.partition.stages import StageGraphs, cut_into_stages
 from sporeloom.partition.updates import cut_updates
 from sporeloom.runtime.spmd.shard import Sharded, decide, reports_in, shard

@@ -105,7 +105,7 @@ def _why_not(error: Exception, cell: nn.Cell, inputs: Sequence[tuple[Shape, Any]
 
 
 @contextlib.contextmanager
-def whole_again(parameters: Iterable[Parameter], shapes: Mapping[int, Shape]) -> Iterator[None]:
+def with_global_shapes(parameters: Iterable[Parameter], shapes: Mapping[int, Shape]) -> Iterator[None]:
     """Give parameters that an earlier graph left as shards their global shapes within the block, then restore their values.
 
     Args:

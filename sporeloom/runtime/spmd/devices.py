@@ -20,8 +20,8 @@ from mindspore.communication import create_group
 from sporeloom.core.log import milestone
 from sporeloom.mindspore_compat.names import mind_ir
 from sporeloom.partition.graph import Name, TensorType
-from sporeloom.partition.held import item_size
 from sporeloom.partition.rank_mindir import group_name
+from sporeloom.partition.sharded_graph import item_size
 from sporeloom.runtime.device_backend import DeviceBackend, meet
 from sporeloom.runtime.spmd.backend import SpmdBackend
 from sporeloom.runtime.spmd.collectives import attributes, collective_nodes, output_of

@@ -16,7 +16,7 @@ from mindspore import Tensor
 from numpy.typing import NDArray
 
 from sporeloom.partition.graph import Name, TensorType
-from sporeloom.partition.held import item_size
+from sporeloom.partition.sharded_graph import item_size
 from sporeloom.partition.stages import PassGraph, StageGraphs, StagePass
 from sporeloom.runtime.spmd.rank_graph import RankGraph
 from sporeloom.strategy.config import Strategy

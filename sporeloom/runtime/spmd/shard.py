@@ -13,16 +13,16 @@ from sporeloom.core.errors import ConfigError, did_you_mean
 from sporeloom.mindspore_compat.names import mind_ir
 from sporeloom.models.paths import path_matches
 from sporeloom.parallel.report import Report
+from sporeloom.partition.axis_parts import PartedAxes, UndividedAxisError, sharded_further
 from sporeloom.partition.graph import Graph
 from sporeloom.partition.grid import MICROBATCHES, STAGES, DeviceGrid
-from sporeloom.partition.held import MixedRowsError, PartitionError, ShardedGraph
 from sporeloom.partition.layout import ValueLayout
 from sporeloom.partition.mindir import UnreadableGraphError, read_graph
 from sporeloom.partition.operation import Pin
-from sporeloom.partition.parted import PartedAxes, UndividedAxisError, sharded_further
 from sporeloom.partition.paths import functional_paths, with_paths
 from sporeloom.partition.propagate import shard_graph
 from sporeloom.partition.rank_mindir import write_rank
+from sporeloom.partition.sharded_graph import MixedRowsError, PartitionError, ShardedGraph
 from sporeloom.runtime.backend import ParameterLayout, Slices
 from sporeloom.runtime.spmd.rank_graph import RankGraph
 from sporeloom.strategy.layout import Layout, Shape

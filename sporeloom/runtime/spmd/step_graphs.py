@@ -19,8 +19,8 @@ from sporeloom.core.errors import ConfigError
 from sporeloom.mindspore_compat.names import mind_ir
 from sporeloom.parallel.step import Microbatch, TrainStep
 from sporeloom.partition.graph import Graph, Name, TensorType
-from sporeloom.partition.held import PartitionError
 from sporeloom.partition.layout import ValueLayout
+from sporeloom.partition.sharded_graph import PartitionError
 from sporeloom.partition.stages import PassGraph, StageGraphs, StagePass, cut_into_stages
 from sporeloom.partition.updates import cut_updates
 from sporeloom.runtime.spmd.compilation_cache import cached_model

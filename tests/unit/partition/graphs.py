@@ -7,9 +7,9 @@ from more_kinds import COMPUTE as MORE
 from ranks import communicated, shard
 
 from sporeloom.partition.graph import Graph, IsFirst, Node, RankOffset, TensorType
-from sporeloom.partition.held import COLLECTIVE_OF
 from sporeloom.partition.layout import ValueLayout
 from sporeloom.partition.propagate import shard_graph
+from sporeloom.partition.sharded_graph import COLLECTIVE_OF
 
 STEP_OF = {kind: step for step, kind in COLLECTIVE_OF.items()}
 COMPUTE_ALL = {**COMPUTE, **MORE, "Mystery": lambda x: np.sort(x, 0) * 2, "Assign": lambda _, value, *monad: value}

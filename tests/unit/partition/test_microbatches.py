@@ -7,11 +7,11 @@ from graphs import COMPUTE_ALL, Builder, of_primitive
 
 from sporeloom.partition.graph import IsFirst, Node, RankOffset, TensorType
 from sporeloom.partition.grid import MICROBATCHES, DeviceGrid
-from sporeloom.partition.held import MixedRowsError
 from sporeloom.partition.layout import ValueLayout
 from sporeloom.partition.microbatches import NUMBER, divide
 from sporeloom.partition.propagate import shard_graph
 from sporeloom.partition.redistribute import redistribution
+from sporeloom.partition.sharded_graph import MixedRowsError
 
 COUNT = 3
 GRID = DeviceGrid({MICROBATCHES: COUNT})

@@ -8,10 +8,10 @@ from kinds import COMPUTE, SAMPLES, Draw
 
 from sporeloom.partition.graph import Graph, Node, TensorType
 from sporeloom.partition.grid import DeviceGrid
-from sporeloom.partition.held import PartitionError
 from sporeloom.partition.layout import ValueLayout, fitted
 from sporeloom.partition.operation import Pin
 from sporeloom.partition.propagate import shard_graph
+from sporeloom.partition.sharded_graph import PartitionError
 
 
 def mlp_step(random):

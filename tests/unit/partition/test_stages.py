@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from sporeloom.partition.graph import Graph, Node, Scope, TensorType
-from sporeloom.partition.held import PartitionError
+from sporeloom.partition.sharded_graph import PartitionError
 from sporeloom.partition.stages import StagePass, cut_into_stages
 from sporeloom.partition.updates import cut_updates
 

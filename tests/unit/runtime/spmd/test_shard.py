@@ -9,7 +9,7 @@ from sporeloom.mindspore_compat.names import mind_ir
 from sporeloom.partition.grid import DeviceGrid
 from sporeloom.partition.layout import ValueLayout
 from sporeloom.partition.mindir import read_graph
-from sporeloom.runtime.spmd.compile import compile_for_one_device, whole_again
+from sporeloom.runtime.spmd.compile import compile_for_one_device, with_global_shapes
 from sporeloom.runtime.spmd.program import keep_slice
 from sporeloom.runtime.spmd.shard import Decisions, GridLayout, layouts_of, partition_for_rank
 
@@ -30,7 +30,7 @@ def test_a_second_graph_is_compiled_of_whole_parameters_too():
     first = compile_for_one_device(net, inputs)
     layout = GridLayout(ValueLayout((("dp",), ())), DeviceGrid({"dp": 2}), (2, 3))
     keep_slice(net.weight, layout.slices((4, 3), 1, {}))  # as the program of rank 1 leaves it
-    with whole_again(net.get_parameters(), {id(net.weight): (4, 3)}):
+    with with_global_shapes(net.get_parameters(), {id(net.weight): (4, 3)}):
         second = compile_for_one_device(net, inputs)
     shapes = [[tuple(p.dims) for p in model.graph.parameter] for model in (first, second)]
     assert shapes == [[(4, 3)], [(4, 3)]]

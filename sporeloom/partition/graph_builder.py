@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from sporeloom.partition.graph import Name, Node, TensorType
-from sporeloom.partition.held import Held, PartitionError, Value
 from sporeloom.partition.layout import replicated
+from sporeloom.partition.sharded_graph import Held, PartitionError, Value
 from sporeloom.strategy.layout import Shape
 
 

@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import pytest
 
-from sporeloom.partition.parted import PartedAxes, UndividedAxisError, sharded_further
+from sporeloom.partition.axis_parts import PartedAxes, UndividedAxisError, sharded_further
 from sporeloom.strategy.mesh import Mesh
 
 

@@ -22,7 +22,16 @@ Config = TypeVar("Config", bound=RunFlags)
 
 LATEST = DEFAULT_FOLDER.parent / "latest"
 """Symbolic link to the newest default folder."""
-OWN = ("checkpoints", "checkpoint", "best_checkpoint", "config.json", "metrics.jsonl", "tensorboard", "reference.npy")
+OWN = (
+    "checkpoints",
+    "checkpoint",
+    "best_checkpoint",
+    "config.json",
+    "metrics.jsonl",
+    "summary.json",
+    "tensorboard",
+    "reference.npy",
+)
 """Files that a run writes to its folder, except logs and data that it can generate again."""
 BY_DEFAULT = re.compile(r"\d{8}-\d{6}-.+")
 

@@ -35,6 +35,7 @@ from sporeloom.train.groups import Scales
 from sporeloom.train.loss_scale import LossScale
 from sporeloom.train.muon import ITERATIONS, Muon
 from sporeloom.train.optim import SGD, AdamW
+from sporeloom.train.run_summary import RunTimes
 from sporeloom.train.saving import BEGIN_AS_ZEROS, WEIGHTS, leave_undrawn
 from sporeloom.train.spikes import SpikeGuard
 from sporeloom.train.task import Task
@@ -58,6 +59,7 @@ class Training:
     """Handler of loss spikes, which leads back to a checkpoint."""
     validation: Validation | None = None
     """Losses of validation sets, where the run has some."""
+    times: RunTimes = dataclasses.field(default_factory=RunTimes)
     compiled: set[tuple[int, ...]] = dataclasses.field(default_factory=set)
     """Batch shapes that graphs are compiled for."""
     updates: int = 0
@@ -161,7 +163,8 @@ def compile_for(training: Training, step: int) -> None:
     begin = time.perf_counter()
     # Not those made ahead: a task may still have to compute some of their inputs.
     inputs = map(Tensor, training.task.shaped_inputs(step))
-    training.engine.prepare(training.step, *inputs)
+    with training.times.measure("compile"):
+        training.engine.prepare(training.step, *inputs)
     training.compiled.add(shape)
     for_what = f" for {shape[0]} sequences of {shape[1]}" if len(training.run.sizes.shapes()) > 1 else ""
     seen = f"; {shape[2]} tokens of each in the layers that drop some" if shape[2:] else ""

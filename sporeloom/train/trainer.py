@@ -28,6 +28,7 @@ from sporeloom.train.folder import clear, point_to
 from sporeloom.train.metrics import MetricsWriter, StepMetrics
 from sporeloom.train.optim import set_number
 from sporeloom.train.rerun import run_twice
+from sporeloom.train.run_summary import describe, peak_memory_bytes, write_summary
 from sporeloom.train.saving import Saver, start_from, versions
 from sporeloom.train.spikes import parse_steps
 from sporeloom.train.start import Training, compile_for, start
@@ -35,6 +36,8 @@ from sporeloom.train.state import SCHEDULE, make_saver, resume, rewind
 from sporeloom.train.validation import Validation
 
 FLOAT32_BYTES = 4
+BYTES_IN_MIB = 1 << 20
+"""Memory is compared between ranks in MiB, as 32-bit integers on devices."""
 LEFTOVERS = (
     ".checkpoint_parts-*",
     ".*checkpoint.*.partial",
@@ -93,9 +96,10 @@ def _train(run: Run) -> Path | None:
         done, first, last = run_steps(training, None, saver, steps_done)
     is_stopped_early = training.validation is not None and training.validation.best.is_over
     is_done = done == config.steps or is_stopped_early
-    if is_done and (config.save_every or config.save_minutes):
-        saver.save(done)
-    saver.wait()
+    with training.times.measure("checkpoint"):
+        if is_done and (config.save_every or config.save_minutes):
+            saver.save(done)
+        saver.wait()
     training.engine.barrier()  # nobody leaves before all is written: msrun ends the others with the first
     if not is_done:
         training.say(f"stopped after step {done}; --resume continues from there")
@@ -105,9 +109,20 @@ def _train(run: Run) -> Path | None:
         training.say(f"loss {first.loss:.4f} -> {last.loss:.4f} in {done - steps_done} steps")
     if training.validation and done < config.steps:
         training.say(f"stopped early after step {done}: {training.validation.best.describe()}")
-    _write(training, config.checkpoint_dir, saver)
+    with training.times.measure("checkpoint"):
+        _write(training, config.checkpoint_dir, saver)
+    _summarize(training)
     training.say(f"checkpoint in {config.checkpoint_dir}")
     return config.checkpoint_dir
+
+
+def _summarize(training: Training) -> None:
+    """Log the time, throughput and memory of the run, and write them to its folder."""
+    peak = training.engine.max_over_ranks(peak_memory_bytes() // BYTES_IN_MIB)
+    if training.engine.is_log_rank and training.times.steps:
+        summary = training.times.summary(peak * BYTES_IN_MIB)
+        write_summary(training.run.config.output_dir, summary)
+        training.say(describe(summary))
 
 
 def run_steps(
@@ -137,7 +152,9 @@ def run_steps(
                 rewind(training, guard, saver, step)
                 continue
             first, last = first or metrics, metrics
-        if saver.after_step(step):
+        with training.times.measure("checkpoint"):
+            is_stopped = saver.after_step(step)
+        if is_stopped:
             break
     return step, first, last
 
@@ -157,12 +174,14 @@ def _one_step(training: Training, step: int) -> StepMetrics:
     if scale:
         set_number(training.step.loss_scale, scale.value)
     used_scale = scale.value if scale else None
-    inputs = training.batch(step - 1)
-    if run.config.rerun_every and step % run.config.rerun_every == 0:
-        loss, norm, *counts = run_twice(engine, training.step, training.report, inputs, step)
-    else:
-        loss, norm, *counts = engine.run(training.step, *inputs)
-    values = float(loss.asnumpy().reshape(())), float(norm.asnumpy().reshape(()))
+    with training.times.measure("data"):
+        inputs = training.batch(step - 1)
+    with training.times.measure("compute"):
+        if run.config.rerun_every and step % run.config.rerun_every == 0:
+            loss, norm, *counts = run_twice(engine, training.step, training.report, inputs, step)
+        else:
+            loss, norm, *counts = engine.run(training.step, *inputs)
+        values = float(loss.asnumpy().reshape(())), float(norm.asnumpy().reshape(()))
     is_fine = bool(np.isfinite(values).all())
     training.updates += bool(np.isfinite(values[1]))  # as the step itself decides, on every rank
     may_go_on = scale.follow(bool(np.isfinite(values[1]))) if scale else False
@@ -174,6 +193,8 @@ def _one_step(training: Training, step: int) -> StepMetrics:
     more = training.task.metrics(step - 1, counts[0].asnumpy() if counts else None)
     norm_or_none = values[1] if is_fine else None
     tokens = batch_size * length / seconds
+    training.times.steps += 1
+    training.times.tokens += batch_size * length
     told_loss = math.nan if is_lost else values[0]  # a spike, whatever the loss before the update was
     return StepMetrics(step, told_loss, rate, norm_or_none, seconds, tokens, used_scale, more)
 
@@ -181,7 +202,8 @@ def _one_step(training: Training, step: int) -> StepMetrics:
 def _validated(training: Training, validation: Validation, metrics: StepMetrics, saver: Saver) -> StepMetrics:
     """Metrics of a step with those of a validation after it; the model is written where it is the best so far."""
     config: Any = training.run.config
-    losses = validation.losses()
+    with training.times.measure("validation"):
+        losses = validation.losses()
     told = ", ".join(f"{name} {losses[f'validation/{name}/loss']:.4f}" for name in validation.sets)
     training.say(f"step {metrics.step}: validation loss {told}")
     if validation.best.follow(metrics.step, losses["validation/loss"]) and config.keep_best:

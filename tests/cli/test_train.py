@@ -64,6 +64,11 @@ def test_a_run_leaves_metrics_configuration_scalars_and_a_checkpoint(one_device)
     assert resolved["train"]["steps"] == 6
     assert resolved["resolved"]["seq_len"] == 32
     assert list((one_device / "tensorboard").iterdir())
+    summary = json.loads((one_device / "summary.json").read_text())
+    assert summary["steps"] == 6 and summary["tokens"] == sum(
+        round(line["tokens_per_s"] * line["step_time_s"]) for line in lines
+    )
+    assert set(summary["time_s"]) == {"compile", "data", "compute", "checkpoint", "other"}
     config = json.loads((one_device / "checkpoint" / "config.json").read_text())
     assert config["family"] == "pangu"
     assert (one_device / "checkpoint" / "tokenizer.model").stat().st_size > 0

@@ -116,8 +116,8 @@ def check(config: DryRunConfig) -> DryRun:
         ConfigError: all problems at once.
     """
     problems = Problems(number_problems(config))
-    config = problems.of(with_model_folder, config) or config
-    model = problems.of(_model_config, config) if not problems else None
+    found = problems.of(with_model_folder, config)
+    config, model = found or config, problems.of(_model_config, found) if found else None
     strategy = problems.of(load_strategy, config.strategy, config.inference)
     for flag, path in (("--html", config.html), ("--memory-trace", config.memory_trace)):
         if path and (path.is_dir() or not path.resolve().parent.is_dir()):

@@ -81,7 +81,8 @@ def test_an_interactive_mode_answers_line_by_line_and_survives_a_text_too_long(c
 
 def test_codegeex_learns_code_and_continues_it_in_its_language(tmp_path, write):
     text = "\n\n".join(
-        (ROOT / "sporeloom" / f"{name}.py").read_text() for name in ("cli", "errors", "files", "models/family")
+        (ROOT / "sporeloom" / f"{name}.py").read_text()
+        for name in ("core/command_line", "core/errors", "core/files", "models/family")
     )
     arguments = (
         "--model",

@@ -55,6 +55,9 @@ def model_cell(
     with no_init_parameters():
         net = family_module(family, "model").Model(model) if inference else task_network(family, model, task)
         report = parallelize(net, strategy, whole=not inference)
+        for _, cell in net.cells_and_names():
+            if hasattr(cell, "flash_on_cpu"):
+                cell.flash_on_cpu = True  # the graph is that of devices, also for a mesh of one
         if inference:
             return DryRunCell(net.set_train(False), report, inputs)
         inputs += [(batch, np.int32), *[(batch, np.float32)] * (1 + net.loss.num_inputs)]

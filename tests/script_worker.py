@@ -3,13 +3,9 @@
 
 import contextlib
 import io
-import os
 import runpy
 import sys
 from pathlib import Path
-
-from sporeloom.runtime.environment import launched_rank
-from sporeloom.runtime.spmd.compilation_cache import SWITCH
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -27,9 +23,3 @@ def run(path, *arguments):
     finally:
         sys.argv = before
     return said.getvalue()
-
-
-def train_with_graphs_of(folders, arguments):
-    """tools/train.py, where every rank has a compilation cache of its own."""
-    os.environ[SWITCH] = folders[launched_rank()]
-    return run(str(ROOT / "tools" / "train.py"), *arguments)

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -18,7 +17,6 @@ from conftest import (
     ROOT,
     TWO_LAYERS,
     call,
-    fewer_microbatches,
     in_process,
     msrun,
     msrun_command,
@@ -114,17 +112,12 @@ def test_msrun_trains_a_pipeline_and_scores_its_checkpoint(one_device, tmp_path)
     np.testing.assert_allclose(np.load(tmp_path / "four.npy"), np.load(tmp_path / "one.npy"), rtol=0, atol=1e-5)
 
 
-def test_a_graph_that_was_kept_talks_to_one_that_was_compiled_anew(tmp_path):
-    """One rank's graphs are lost. Its new ones number their messages otherwise: the process has compiled others before."""
-    strategy = fewer_microbatches(CONFIGS / "pangu_tiny_pp2.yaml", tmp_path)
-    strategy.write_text(strategy.read_text() + "\nengine: mindspore\n")
-    arguments = [*map(str, SMALL), "--strategy", str(strategy), "--output-dir"]
-    kept, empty = str(tmp_path / "kept"), str(tmp_path / "empty")
-    for name, folders in (("first", [kept, kept]), ("second", [kept, empty])):
-        words = ("train_with_graphs_of", folders, [*arguments, str(tmp_path / name)])
-        call("tests/script_worker.py", *words, processes=2, timeout=120)
-    assert len(list(Path(empty).glob("*.graph"))) == 1
-    assert losses(tmp_path / "second") == losses(tmp_path / "first")
+def test_mindspores_partitioner_is_refused_on_cpu_processes(tmp_path, write):
+    strategy = write("s.yaml", "mesh: {dp: 2}\nrules: decoder\nengine: mindspore\n")
+    outcome = tool("tools/train.py", *SMALL, "--strategy", strategy, "--output-dir", tmp_path / "out", processes=2)
+    assert outcome.code == 2
+    assert f"{strategy}:3: engine: MindSpore's partitioner is for Ascend and GPU devices" in outcome.output
+    assert "Traceback" not in outcome.output
 
 
 def test_a_second_run_into_the_same_folder_is_told_who_writes_there(tmp_path):
@@ -172,7 +165,7 @@ def test_a_users_own_network_trains_the_same_with_one_line(tmp_path):
 def test_the_norm_counts_parameters_whose_cut_was_derived_once(tmp_path, write):
     rules = (CONFIGS / "rules/decoder.yaml").read_text()
     write("rules.yaml", "".join(line for line in rules.splitlines(keepends=True) if "bias_add" not in line))
-    strategy = ("--strategy", write("s.yaml", "mesh: {dp: 2, tp: 2}\nrules: rules.yaml\nengine: mindspore\n"))
+    strategy = ("--strategy", write("s.yaml", "mesh: {dp: 2, tp: 2}\nrules: rules.yaml\n"))
     norms = {}
     for processes, more in ((1, ()), (4, strategy)):
         out = tmp_path / str(processes)

@@ -76,13 +76,10 @@ def train(path: str, options: list[str], out: str) -> None:
     """Five steps of each optimizer. Writes OUT.OPTIMIZER.json (losses, norms) and .npz (gradients or weights).
 
     `path`: a strategy file, or one_device. `options`: one of MODELS, and of clip, accumulate, copies, after_query, dropout,
-    gpipe, seqpipe and zero_bubble_v (with virtual stages), offload, again (weights are gathered twice), mindspore
-    (its partitioner), after_mindspores (ours in processes that MindSpore's has worked in), ep_over_tp
-    (experts over all four ranks, each of them whole), and shallow (2 layers, which compile in half the time).
+    gpipe, seqpipe and zero_bubble_v (with virtual stages), offload, again (weights are gathered twice),
+    ep_over_tp (experts over all four ranks, each of them whole), and shallow (2 layers, which compile in half the time).
     A pipeline has as many microbatches as stages, for the same reason.
     """
-    if "after_mindspores" in options:
-        train(path, ["mindspore", "shallow"], f"{out}.before")
     strategy = SINGLE_DEVICE if path == "one_device" else load_strategy(path)
     family, size, changes = MODELS[next((option for option in options if option in MODELS), "pangu")]
     final_norm = "after_query" if "after_query" in options else "before_query"

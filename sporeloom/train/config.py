@@ -308,7 +308,13 @@ def _loss_scale(config: TrainingConfig, model: ModelConfig | None) -> float | No
     scale = FLOAT16_INITIAL if is_half and config.loss_scale is None else config.loss_scale
     if scale and config.optimizer.startswith("adafactor"):
         raise ConfigError("--optimizer adafactor has no loss scaling; use bfloat16 or float32, or adamw")
-    return scale
+    if not config.max_skipped_steps:
+        return scale
+    if config.rewind_at_spike:
+        raise ConfigError("--max-skipped-steps and --rewind-at-spike both say what follows a non-finite loss; give one")
+    if config.optimizer.startswith("adafactor"):
+        raise ConfigError("--optimizer adafactor cannot skip an update; leave --max-skipped-steps out, or use adamw")
+    return scale or 1.0  # the graph of a step with a scale skips the update
 
 
 def _with_own_tokenizer(config: TrainingConfig, family: str) -> TrainingConfig:

@@ -212,6 +212,11 @@ class FaultFlags:
         "go back to the newest checkpoint when a loss is not finite or exceeds this many times the "
         "median of the recent losses, and skip the steps up to there; 0: never",
     )
+    max_skipped_steps: Natural = option(
+        0,
+        "number of consecutive steps that are skipped because their gradients are not finite, before the next one ends the "
+        "run; a loss scale that can still be lowered does not count",
+    )
     spike_window: Count = option(50, "number of recent losses for that median")
     find_nan: bool = option(
         False, "check the output of every operator on CPU processes and name the first one that is not finite; slow"

@@ -206,7 +206,7 @@ def _build_step(run: Run, engine: Engine, task: Task, net: nn.Cell, report: Repo
     }
     scale = None
     if run.loss_scale is not None:
-        scale = LossScale(run.loss_scale, config.loss_scale_factor, config.loss_scale_window)
+        scale = LossScale(run.loss_scale, config.loss_scale_factor, config.loss_scale_window, config.max_skipped_steps)
     batches = Prefetcher(task.inputs, config.steps)
     guard = SpikeGuard(config.rewind_at_spike, config.spike_window) if config.rewind_at_spike else None
     return Training(run, engine, task, report, step.set_train(), optimizer, batches, scale, guard)

@@ -185,9 +185,10 @@ def _one_step(training: Training, step: int) -> StepMetrics:
     is_fine = bool(np.isfinite(values).all())
     training.updates += bool(np.isfinite(values[1]))  # as the step itself decides, on every rank
     may_go_on = scale.follow(bool(np.isfinite(values[1]))) if scale else False
-    is_lost = not is_fine and not (may_go_on and np.isfinite(values[0]))  # the weights, too
+    # Without a finite loss the weights are lost, too, unless the step is one of a few with bad data.
+    is_lost = not is_fine and not (may_go_on and (np.isfinite(values[0]) or run.config.max_skipped_steps))
     if is_lost and training.guard is None:
-        raise FloatingPointError(_not_finite(engine, step, *values))
+        raise FloatingPointError(_not_finite(engine, step, *values, max(scale.num_skipped - 1, 0) if scale else 0))
     seconds = time.perf_counter() - start
     batch_size, length = run.sizes.of_step(step - 1)
     more = training.task.metrics(step - 1, counts[0].asnumpy() if counts else None)
@@ -212,8 +213,9 @@ def _validated(training: Training, validation: Validation, metrics: StepMetrics,
     return dataclasses.replace(metrics, more={**metrics.more, **losses})
 
 
-def _not_finite(engine: Engine, step: int, loss: float, norm: float) -> str:
+def _not_finite(engine: Engine, step: int, loss: float, norm: float, num_skipped: int) -> str:
     told = f"step {step}: loss {loss}, gradient norm {norm}"
+    told += f", after {num_skipped} skipped steps" if num_skipped else ""
     found = engine.backend.first_not_finite()
     if found is None:
         more = ", or find the operator: --find-nan" if engine.backend.finds_nan else ""

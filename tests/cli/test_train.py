@@ -112,6 +112,16 @@ def test_msrun_trains_a_pipeline_and_scores_its_checkpoint(one_device, tmp_path)
     np.testing.assert_allclose(np.load(tmp_path / "four.npy"), np.load(tmp_path / "one.npy"), rtol=0, atol=1e-5)
 
 
+def test_steps_without_finite_gradients_are_skipped_up_to_a_bound(tmp_path):
+    """The first update, by a rate of 1e30, leaves no finite loss."""
+    more = ("--learning-rate", 1e30, "--warmup-steps", 0, "--max-skipped-steps", 2, "--output-dir", tmp_path / "out")
+    outcome = tool("tools/train.py", *SMALL, *more)
+    assert outcome.code != 0
+    assert "step 4: loss nan, gradient norm nan, after 2 skipped steps" in outcome.output
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line.get("grad_norm") is not None) for line in lines] == [(1, True), (2, False), (3, False)]
+
+
 def test_mindspores_partitioner_is_refused_on_cpu_processes(tmp_path, write):
     strategy = write("s.yaml", "mesh: {dp: 2}\nrules: decoder\nengine: mindspore\n")
     outcome = tool("tools/train.py", *SMALL, "--strategy", strategy, "--output-dir", tmp_path / "out", processes=2)

@@ -20,6 +20,7 @@ import mindspore as ms
 from memory_worker import STEPS
 from report import ROOT, write_report
 
+from sporeloom.core.lines import split_lines
 from sporeloom.runtime.launch import launch
 
 RESULT = ROOT / "benchmarks" / "results" / "memory_timeline.md"
@@ -47,7 +48,7 @@ JOBS = {
     "25M, dp 2": ("tiny", MEDIUM, "mesh: {dp: 2}", 2, 8, {}),
     "25M, pp 2 x tp 2": ("tiny", MEDIUM, f"mesh: {{pp: 2, tp: 2}}\n{PIPELINE}", 4, 16, {}),
 }
-NOTES = """Not in MindSpore's pool on CPUs, and left out of the prediction: parameters and optimizer state, inputs, received
+NOTES = split_lines("""Not in MindSpore's pool on CPUs, and left out of the prediction: parameters and optimizer state, inputs, received
 values, sums of gradients over microbatches. They are arrays of NumPy.
 
 ## What the comparison showed
@@ -80,7 +81,7 @@ optimizer state, and the formulas' activations and working memory:
 
 The formulas count two tensors of logits in the head. The graph has four or more at its peak (shifted logits, exponentials,
 targets, their product). The formulas were left as they are: a change was not compared with published memory.
-""".splitlines()
+""")
 """Text after the table."""
 POOL = re.compile(r"peak used mem:(\d+)M, actual peak used mem:(\d+)M")
 

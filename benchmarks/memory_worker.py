@@ -21,7 +21,7 @@ def checked(folder: Path):
 
 def status(key: str) -> int:
     """Bytes of this process: VmRSS, or VmHWM, the most since `reset`."""
-    lines = (MEMORY / "status").read_text(encoding="ascii").splitlines()
+    lines = (MEMORY / "status").read_text(encoding="ascii").split("\n")
     return 1024 * int(next(line for line in lines if line.startswith(f"{key}:")).split()[1])
 
 

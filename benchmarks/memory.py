@@ -48,8 +48,8 @@ JOBS = {
     "25M, dp 2": ("tiny", MEDIUM, "mesh: {dp: 2}", 2, 8, {}),
     "25M, pp 2 x tp 2": ("tiny", MEDIUM, f"mesh: {{pp: 2, tp: 2}}\n{PIPELINE}", 4, 16, {}),
 }
-NOTES = split_lines("""Not in MindSpore's pool on CPUs, and left out of the prediction: parameters and optimizer state, inputs, received
-values, sums of gradients over microbatches. They are arrays of NumPy.
+NOTES = split_lines("""Not in MindSpore's pool on CPUs, and left out of the prediction: parameters and optimizer state,
+inputs, received values, sums of gradients over microbatches. They are arrays of NumPy.
 
 ## What the comparison showed
 

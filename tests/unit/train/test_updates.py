@@ -16,6 +16,7 @@ from sporeloom.train import state, trainer
 from sporeloom.train.adafactor import Adafactor
 from sporeloom.train.loss_scale import LossScale
 from sporeloom.train.optim import AdamW
+from sporeloom.train.run_summary import RunTimes
 from sporeloom.train.schedules import learning_rate
 from sporeloom.train.spikes import SpikeGuard
 
@@ -43,7 +44,9 @@ def training_of(norms, monkeypatch, skip_steps=(), scaled=True, optimizer=None):
     """A run whose steps' gradients have these norms."""
     monkeypatch.setattr(trainer, "compile_for", lambda *_: None)
     given = iter(norms)
-    config = SimpleNamespace(steps=len(norms) + len(skip_steps), rerun_every=0, skip_steps=skip_steps)
+    config = SimpleNamespace(
+        steps=len(norms) + len(skip_steps), rerun_every=0, skip_steps=skip_steps, max_skipped_steps=0
+    )
     return SimpleNamespace(
         run=SimpleNamespace(
             config=config,
@@ -54,7 +57,7 @@ def training_of(norms, monkeypatch, skip_steps=(), scaled=True, optimizer=None):
         engine=SimpleNamespace(
             run=lambda *_: (Tensor([2.0]), Tensor([next(given)])),
             backend=SimpleNamespace(announce_step=lambda _: None),
-            share=lambda value, _: value,
+            broadcast_value=lambda value, _: value,
         ),
         task=SimpleNamespace(metrics=lambda *_: {}),
         step=SimpleNamespace(loss_scale=Parameter(Tensor(1.0, ms.float32), name="scale")),
@@ -64,6 +67,7 @@ def training_of(norms, monkeypatch, skip_steps=(), scaled=True, optimizer=None):
         guard=None,
         validation=None,
         updates=0,
+        times=RunTimes(),
     )
 
 

@@ -48,4 +48,4 @@ class LossScale:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state."""
         self.value, self.fine_steps = float(state["value"]), int(state["fine_steps"])
-        self.num_skipped = int(state["num_skipped"])
+        self.num_skipped = int(state.get("num_skipped", 0))  # earlier releases had none

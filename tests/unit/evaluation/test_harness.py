@@ -31,7 +31,7 @@ ENGINE = SimpleNamespace(
     is_log_rank=True,
     in_last_stage=True,
     broadcast=lambda array, source: array,
-    share=lambda value, source: value,
+    broadcast_value=lambda value, source: value,
 )
 CONTEXT = 12
 

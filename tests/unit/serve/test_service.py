@@ -62,7 +62,7 @@ def service():
         is_log_rank=True,
         in_last_stage=True,
         broadcast=lambda array, source: array,
-        share=lambda value, source: value,
+        broadcast_value=lambda value, source: value,
     )
     made.decoding = Decoding()
     made.scheduler = Scheduler(made.decoding, made.engine)

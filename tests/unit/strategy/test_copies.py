@@ -32,10 +32,9 @@ def test_a_network_of_ones_own_whose_loss_may_be_a_mean_has_none(write, tmp_path
         certify(TwoLayers, [np.ones((16, 8), np.float32)], write("s.yaml", TEXT), out=tmp_path / "c")
 
 
-def test_a_network_of_ones_own_keeps_its_loss_in_the_last_stage_of_mindspores_pipelines(write):
-    schedule = "{num_microbatches: 4, virtual_stages: 2, schedule: zero_bubble_v}"
-    text = f"mesh: {{pp: 2, dp: 2}}\nrules: {{}}\npipeline: {schedule}\nengine: mindspore\n"
-    with pytest.raises(ConfigError, match=r"s.yaml:3: pipeline.schedule: zero_bubble_v computes the loss"):
+def test_a_network_of_ones_own_is_not_for_mindspores_partitioner(write):
+    text = "mesh: {dp: 2}\nrules: {}\nengine: mindspore\n"
+    with pytest.raises(ConfigError, match=r"s.yaml:3: engine: MindSpore's partitioner is for the model families only"):
         auto_parallel(nn.Dense(2, 2), write("s.yaml", text))
 
 

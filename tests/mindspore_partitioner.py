@@ -24,7 +24,6 @@ from sporeloom.mindspore_compat.device import pin_cpu
 from sporeloom.mindspore_compat.names import (
     SUPPORTED_VERSIONS,
     cell_graph_executor,
-    is_supported_version,
     mind_ir,
 )
 from sporeloom.mindspore_compat.symbols import MissingSymbolError, lacks, library
@@ -154,7 +153,7 @@ _phases = itertools.count()
 def _install() -> _Communicator:
     global _communicator
     if _communicator is None:
-        if not is_supported_version():
+        if not ms.__version__.startswith(tuple(f"{version}." for version in SUPPORTED_VERSIONS)):
             raise MissingSymbolError(
                 f"the virtual Ascend target knows MindSpore {' and '.join(SUPPORTED_VERSIONS)}, not {ms.__version__}"
             )

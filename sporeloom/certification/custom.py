@@ -72,8 +72,7 @@ def certify(
     large = _checked(strategy, given, folder, processes)
     file, name = _source_of(network)
     chips = _cluster_of(cluster, large)
-    if chips and memory_gb is None:
-        memory_gb = chips.usable_bytes / GB
+    memory_gb = chips.usable_bytes / GB if chips and memory_gb is None else memory_gb
     small = small_strategies(large, None, processes)
     _check_rows(len(inputs[0]), small)
     subject = {"file": str(file.resolve()), "name": name, "settings": given, "processes": processes}
@@ -90,12 +89,11 @@ def certify(
     if memory_gb is not None and ranks:
         checks["memory"] = list(full_size.state_problems(ranks, memory_gb))
     values = certificate_values(_covered(file, name, large), checks, proofs, one_device, small, seconds)
-    values["ranks"] = ranks
     if chips and ranks and not checks["shards"]:
         values["estimate"] = estimate = full_size.custom_estimate(ranks, large, len(inputs[0]), chips)
         milestone(f"estimated: a step with {estimate['step_time_s']:.3g} s of work on {chips.chip} (no interval known)")
-    values |= {"subject": f"{name} of {file.name}", "strategy_file": str(strategy or "given in Python")}
-    return write(folder, values)
+    about = {"ranks": ranks, "subject": f"{name} of {file.name}", "strategy_file": str(strategy or "given in Python")}
+    return write(folder, values | about)
 
 
 def _cluster_of(cluster: str | Path | None, strategy: Strategy) -> Cluster | None:

@@ -78,8 +78,3 @@ def own_parameters(cell: Any) -> dict[str, Any]:
     """Parameters that a Cell holds itself, by name."""
     found: dict[str, Any] = cell._params
     return found
-
-
-def is_supported_version() -> bool:
-    """Whether this MindSpore is a version that was tested."""
-    return ms.__version__.startswith(tuple(f"{version}." for version in SUPPORTED_VERSIONS))

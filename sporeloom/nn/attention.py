@@ -10,7 +10,7 @@ from mindspore import dtype as mstype
 from sporeloom.models.config import ModelConfig
 from sporeloom.nn.cache import KVCache, NoCache
 from sporeloom.nn.dropout import AttentionDropout, Dropout
-from sporeloom.nn.flash import FlashAttention, chooses_flash, on_ascend
+from sporeloom.nn.flash import FlashAttention, chooses_flash, runs_flash
 from sporeloom.nn.linear import Linear
 from sporeloom.nn.rotary import Rotary
 
@@ -62,7 +62,7 @@ class Mask(nn.Cell):
         return self.bias(visible)
 
     def bias(self, visible):  # (B, T, keys) -> (B, 1, T, keys)
-        if self.has_flash and (self.flash_on_cpu or on_ascend()):
+        if self.has_flash and runs_flash(self.flash_on_cpu):
             return self.expand_bias(self.cast(self.negate(visible), mstype.uint8), 1)
         return self.expand_bias(self.scale(self.hidden(1.0, self.cast(visible, mstype.float32)), MASKED_SCORE), 1)
 
@@ -189,7 +189,7 @@ class Attention(nn.Cell):
             k, v = self.cache(k, v, slots)  # (B, KV, T, D/H) -> (B, KV, keys, D/H)
             y = (
                 self.flash(q, k, v, bias)
-                if self.has_flash and (self.flash_on_cpu or on_ascend())
+                if self.has_flash and runs_flash(self.flash_on_cpu)
                 else self.attend(q, k, v, bias, dropout_keys)
             )
         y = self.reshape(self.merge_transpose(y, (0, 2, 1, 3)), (-1, self.query_size))  # (B, H, T, D/H) -> (B*T, D)

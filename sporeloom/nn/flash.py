@@ -17,9 +17,10 @@ NO_MASK_COMPRESSION = 0  # sparse_mode: the mask marks each pair of query and ke
 
 
 @ops.constexpr
-def on_ascend():
-    """Whether the graph that is being compiled is for Ascend."""
-    return ms.get_context("device_target") == "Ascend"
+def runs_flash(on_cpu):
+    """Whether the graph that is being compiled has FlashAttention: on Ascend, and `on_cpu` on CPUs; GPUs have no kernel."""
+    target = ms.get_context("device_target")
+    return target == "Ascend" or (on_cpu and target == "CPU")
 
 
 def chooses_flash(config: ModelConfig) -> bool:

@@ -177,9 +177,9 @@ class Strategy:
     `engine: mindspore`, which orders their collectives where `mesh.pp` is 1."""
     engine: Partitioner | None = None
     """Partitioner of graphs. Default: `spmd`, everywhere: the graph of one device is compiled once for all ranks and sharded
-    by this package (`sporeloom.partition`). `mindspore` is for runs on devices, with MindSpore 2.9 to 2.11: its compiler
-    shards the graph, once for every rank; dry runs and certificates do not describe it. Neither has ever run on Ascend
-    hardware."""
+    by this package (`sporeloom.partition`). `mindspore` is for runs of the model families on devices, with MindSpore 2.9 to
+    2.11: its compiler shards the graph, once for every rank; CPU processes, dry runs and certificates refuse it. Neither has
+    ever run on Ascend hardware."""
     source: str = field(default="<strategy>", compare=False, metadata={"hidden": True})
     """Name of the file, for messages."""
     lines: dict[str, int] = field(default_factory=dict, compare=False, repr=False, metadata={"hidden": True})

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import resource
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,7 +17,8 @@ from sporeloom.core.json_text import json_text
 
 Activity = Literal["compile", "data", "compute", "validation", "checkpoint"]
 FILE = "summary.json"
-KIB = 1024
+RSS_UNIT = 1 if sys.platform == "darwin" else 1024
+"""Bytes in the unit of ru_maxrss."""
 
 
 @dataclass
@@ -56,7 +58,7 @@ class RunTimes:
 
 def peak_memory_bytes() -> int:
     """The most memory that this process has had in use, on the host."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT
 
 
 def describe(summary: dict[str, Any]) -> str:

@@ -95,7 +95,7 @@ def test_validation_happens_every_so_many_steps_and_at_the_end(sets, tmp_path, v
     assert events.count(b"validation/town/loss") == 3
 
 
-def is_same_training(one, other):
+def assert_same_training(one, other):
     for first, second in zip(lines(one), lines(other), strict=True):
         assert (first["loss"], first["grad_norm"]) == (second["loss"], second["grad_norm"])
     weights = [load_file(out / "checkpoint" / "model.safetensors") for out in (one, other)]
@@ -103,7 +103,7 @@ def is_same_training(one, other):
 
 
 def test_training_is_bit_for_bit_what_it_is_without(plain, validated):
-    is_same_training(plain, validated)
+    assert_same_training(plain, validated)
 
 
 @pytest.mark.parametrize("name", ["dp2_tp2_zero", "pp2"])
@@ -114,7 +114,7 @@ def test_a_mesh_validates_as_one_device_does_and_trains_as_without(plain, valida
     count = load_strategy(strategy).mesh.size
     trained(*shared, "--output-dir", tmp_path / "without", processes=count)
     trained(*shared, "--output-dir", tmp_path / "with", *sets, "--validate-every", 2, processes=count)
-    is_same_training(tmp_path / "without", tmp_path / "with")
+    assert_same_training(tmp_path / "without", tmp_path / "with")
     for mine, theirs in zip(lines(tmp_path / "with"), lines(validated), strict=False):
         assert set(mine) == set(theirs)
         for key in ("validation/town/loss", "validation/other/loss"):

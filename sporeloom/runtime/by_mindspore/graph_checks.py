@@ -7,10 +7,9 @@ shard of their input, without a message. The operators known to be correct are l
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,7 +35,6 @@ Strategies = Mapping[str, Sequence[Any]]
 _NUMBER = re.compile(r"-op\d+$")
 _PASSED = ("Cast", "Depend", "ExpandDims", "Identity", "Load", "Reshape", "Squeeze", "Transpose")
 """Operators through which a sum remains a sum."""
-_READS_SHAPES = re.compile(r"\b(shape|size|numel|ndimension|nelement)\b|\blen\(")
 
 
 def groups_in(model: mind_ir.ModelProto) -> set[str]:
@@ -132,12 +130,9 @@ def _problems(
         for graph, node in nodes.get(domain) or nodes.get(_NUMBER.sub("", domain)) or ():
             if node.op_type.removeprefix("REF::") not in local:
                 yield from _sharded_wrong(domain, layouts, graph, node)
-    own = [kind for kind in {type(part) for _, part in cell.cells_and_names()} if _has_own_bprop(kind)]
     for graph in graphs:
         yield from _sums(graph, model, groups, cell)
         yield from _unknown_shapes(graph)
-        yield from _own_bprops(graph, own)
-    yield from (_wrong_bprop(kind) for kind in own if _READS_SHAPES.search(inspect.getsource(kind.bprop)))
 
 
 def _sharded_wrong(domain: str, layouts: Sequence[Any], graph: _Graph, node: mind_ir.NodeProto) -> Iterator[str]:
@@ -217,31 +212,6 @@ def _unknown_shapes(graph: _Graph) -> Iterator[str]:
                 f"{graph.kind(node)} of {place_of(node.domain)} gives a tensor whose shape depends on the data, and ranks "
                 "see other data; keep the shape: mask, and choose with ops.where"
             )
-
-
-def _has_own_bprop(kind: type) -> bool:
-    return hasattr(kind, "bprop") and not kind.__module__.startswith("mindspore.")
-
-
-def _own_bprops(graph: _Graph, kinds: Iterable[type]) -> Iterator[str]:
-    """Find user-defined gradients, which run unpartitioned on shards and so are correct only if they are element-wise."""
-    for kind in kinds:
-        for node in graph.nodes:
-            made_by_us = any(a.name == "op_info_created" for a in node.node_attr)
-            inside = f"-{kind.__name__}/" in node.domain and not node.domain.startswith("Gradients")
-            if inside and not made_by_us and graph.kind(node) not in BY_ENTRY | _HARMLESS:
-                yield _wrong_bprop(kind)
-                return
-
-
-_HARMLESS = frozenset({*_PASSED, "MakeTuple", "TupleGetItem", "UpdateState", "Constant", "ZerosLike", *MOVES})
-
-
-def _wrong_bprop(kind: type) -> str:
-    return (
-        f"{kind.__name__}.bprop sees the rows of its rank alone, and does more than one entry at a time: a shape, a sum, "
-        "a mean or a product there would be that of a part; write the gradient entry by entry, or leave it to MindSpore"
-    )
 
 
 def _numbers(attribute: mind_ir.AttributeProto) -> list[float]:

@@ -171,8 +171,8 @@ def test_the_graph_of_a_device_is_looked_at_and_every_rank_told():
     cell.compile, cell.current_phase = lambda *_: None, "train"
     device = native.Devices(strategy_of({"mesh": {"dp": 4}}), 2)
     told = []
-    device.largest = lambda value: max(value, 3)  # rank 1 has found something, too
-    device.share = lambda value, source: told.append((value, source)) or ["what rank 1 found"]
+    device.max_over_ranks = lambda value: max(value, 3)  # rank 1 has found something, too
+    device.broadcast_value = lambda value, source: told.append((value, source)) or ["what rank 1 found"]
     with (
         unittest.mock.patch.object(native, "get_process_group_ranks", GROUPS.get),
         unittest.mock.patch.object(native.cell_graph_executor, "_graph_executor", executor),

@@ -5,24 +5,34 @@ proofs on small models: the full score matrix is computed, once for each output 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sporeloom.core.errors import ConfigError
 from sporeloom.mindspore_compat.names import mind_ir
 from sporeloom.runtime.cpu.pyfunc import add_pyfunc_primitive
+from sporeloom.runtime.places import place_of
 
 Array = NDArray[Any]
 FORWARD, BACKWARD = "FlashAttentionScore", "FlashAttentionScoreGrad"
 INPUTS = {FORWARD: ((0, 1, 2, 6), 12), BACKWARD: ((0, 1, 2, 7, 3), 17)}
 """Indices of the inputs query, key, value, mask and output gradient, and of the scale. Source: gen_ops_prim.py of
 MindSpore 2.9 and the node of its gradient."""
+NONE = {FORWARD: (3, 4, 5, 7, 8, 9), BACKWARD: (4, 5, 6, 12, 13, 14)}
+"""Indices of inputs that must be absent."""
+BNSD, FULL_MASK, ALL_POSITIONS = 1, 0, 2**31 - 1
+"""MindSpore's numbers of the input layout (B, H, T, D), of the mode with a full mask, and of no window."""
 
 
 def exchange_flash_attention(model: mind_ir.ModelProto) -> None:
-    """Replace the uses of outputs of FlashAttention nodes, in place, and remove the nodes."""
+    """Replace the uses of outputs of FlashAttention nodes, in place, and remove the nodes.
+
+    Raises:
+        ConfigError: a node computes what the functions here do not.
+    """
     kinds = {f"REF::{p.name}": p.op_type for p in model.primitives if p.op_type in INPUTS}
     if not kinds:
         return
@@ -34,12 +44,31 @@ def exchange_flash_attention(model: mind_ir.ModelProto) -> None:
             continue
         kind, which = kinds[source.op_type], _constant(nodes[node.input[1]]).i
         places, scale = INPUTS[kind]
+        _check(kind, source, nodes)
         run = _function(kind, which, _constant(nodes[source.input[scale]]).f)
         if run is None:  # the gradient of an input that is not given
             continue
         node.op_type = add_pyfunc_primitive(model, run, len(places))
         node.input[:] = [source.input[place] for place in places]
     _drop_unused(model)
+
+
+def _check(kind: str, node: mind_ir.NodeProto, nodes: Mapping[str, mind_ir.NodeProto]) -> None:
+    (*_, mask), scale = INPUTS[kind][0][:4], INPUTS[kind][1]
+    keep_prob, layout, mode = (_constant(nodes[node.input[scale + i]]) for i in (-1, 4, 5))
+    windows = (_constant(nodes[node.input[scale + i]]).i for i in (1, 2))
+    is_plain = keep_prob.f == 1.0 and (layout.i, mode.i) == (BNSD, FULL_MASK) and min(windows) == ALL_POSITIONS
+    absent = [_is_none(nodes.get(node.input[i])) for i in (*NONE[kind], mask)]
+    if not is_plain or not all(absent[:-1]) or absent[-1]:
+        raise ConfigError(
+            f"{kind} of {place_of(node.domain)}: CPU processes compute it for inputs (B, H, T, D), input_layout BNSD, with "
+            "an attn_mask of all pairs of positions (sparse_mode 0), without dropout, bias, windows and lengths; use other "
+            "operators, or run it on devices"
+        )
+
+
+def _is_none(node: mind_ir.NodeProto | None) -> bool:
+    return node is not None and node.op_type == "Constant" and _constant(node).type == mind_ir.AttributeProto.NONE
 
 
 def attention(q: Array, k: Array, v: Array, hidden: Array, scale: float) -> Array:

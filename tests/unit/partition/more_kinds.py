@@ -46,19 +46,23 @@ def flash_gradient(q, k, v, dy, *more):
     )
 
 
+SETTINGS = (2**31 - 1, 2**31 - 1, 0, 1, 0)
+"""No window before or after, inner precision, input layout BNSD, a full mask."""
+
+
 def heads_of(d):
     """Queries, keys and values of heads that they share in groups, a mask, and the kernel's constants."""
     rows, heads, positions, keys, width = d.size(), d.size(), d.size(), d.size(), 2
     q = d.of(rows, heads * int(d.random.integers(1, 3)), positions, width)
     k, v = d.of(rows, heads, keys, width), d.of(rows, heads, keys, width)
     mask = (d.random.random((rows if d.flag() else 1, 1, positions, keys)) < 0.3).astype(np.uint8)
-    return [q, k, v, None, None, None, mask, None, None, None, q.shape[1], 1.0, 0.5]
+    return [q, k, v, None, None, None, mask, None, None, None, q.shape[1], 1.0, 0.5, *SETTINGS]
 
 
 def heads_of_gradient(d):
-    q, k, v, *none, mask, _, _, _, heads, keep, scale = heads_of(d)
+    q, k, v, *none, mask, _, _, _, heads, keep, scale = heads_of(d)[:13]
     rows = [d.of(*q.shape[:3], 8), d.of(*q.shape[:3], 8), d.of(1), d.of(*q.shape)]
-    return [q, k, v, d.of(*q.shape), *none, mask, *rows, None, None, None, heads, keep, scale]
+    return [q, k, v, d.of(*q.shape), *none, mask, *rows, None, None, None, heads, keep, scale, *SETTINGS]
 
 
 def by_group(x, group):

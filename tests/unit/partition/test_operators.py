@@ -190,6 +190,29 @@ def test_gradients_of_convolutions_are_their_adjoints(group):
     np.testing.assert_allclose([(of_x * x).sum(), (of_w * w).sum()], product)
 
 
+@pytest.mark.parametrize(
+    ("index", "value"), [(6, None), (7, (1, 2)), (10, 3), (11, 0.9), (13, 1), (14, 1), (16, 2), (17, 2)]
+)
+def test_flash_attention_in_another_form_is_computed_unsharded(index, value):
+    """No mask, a prefix, heads in another dim, dropout, windows, another layout, another mode."""
+    grid, shape = DeviceGrid({"dp": 2}), (4, 4, 4, 2)
+    tensors = [np.zeros(shape)] * 3 + [None] * 3 + [np.zeros((4, 1, 4, 4), np.uint8)] + [None] * 3
+    arguments = [*tensors, 4, 1.0, 0.5, 2**31 - 1, 2**31 - 1, 0, 1, 0]
+
+    def planned(arguments):
+        operands = [
+            Operand(TensorType(x.shape, str(x.dtype)), ValueLayout((("dp",), (), (), ())))
+            if is_tensor(x)
+            else Operand(None, None, x, True)
+            for x in arguments
+        ]
+        types = [TensorType((4, 4, 4, 8), "float64")] * 2 + [TensorType((1,), "float64"), TensorType(shape, "float64")]
+        return plan(Operation("FlashAttentionScore", tuple(operands), tuple(types), {}, grid))
+
+    assert planned(arguments).outputs[3].dims[0] == ("dp",)
+    assert planned([*arguments[:index], value, *arguments[index + 1 :]]) is None
+
+
 @pytest.mark.parametrize("kind", ["OneHot", "UnsortedSegmentSum"])
 def test_what_is_wanted_sharded_is_made_so(kind):
     REMADE.clear()

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """NumPy's FlashAttentionScore against differences of itself, and attention as its formula says it."""
 
+import mindspore as ms
 import numpy as np
 import pytest
+from mindspore import nn
+from mindspore.ops.operations.nn_ops import FlashAttentionScore
 
 from sporeloom.core.errors import ConfigError
 from sporeloom.models.config import ModelConfig
-from sporeloom.runtime.cpu.flash import attention, attention_gradient, statistics
+from sporeloom.runtime.cpu.flash import attention, attention_gradient, exchange_flash_attention, statistics
+from sporeloom.runtime.spmd.compile import compile_for_one_device
 
 SCALE = 0.3
 
@@ -72,3 +76,34 @@ def test_ascend_has_it_unless_something_is_in_the_way():
         small(**half, attention="plain"),
     ):
         assert config.attention_on_ascend == "plain"
+
+
+class Attending(nn.Cell):
+    def __init__(self, has_mask, **settings):
+        super().__init__()
+        self.attend, self.has_mask = FlashAttentionScore(2, **settings), has_mask
+
+    def construct(self, q, k, v, hidden):
+        mask = hidden if self.has_mask else None
+        return self.attend(q, k, v, None, None, None, mask, None)[3]
+
+
+def exchanged(has_mask=True, **settings):
+    ms.set_context(mode=ms.GRAPH_MODE)
+    cell = Attending(has_mask, **{"scale_value": SCALE, "input_layout": "BNSD", **settings})
+    shape = ((2, 2, 2, 4), np.float16)
+    model = compile_for_one_device(cell, [shape, shape, shape, ((2, 1, 2, 2), np.uint8)])
+    exchange_flash_attention(model)
+    return {p.op_type for p in model.primitives if any(f"REF::{p.name}" == n.op_type for n in model.graph.node)}
+
+
+def test_the_kernel_is_exchanged():
+    assert "FlashAttentionScore" not in exchanged()
+
+
+@pytest.mark.parametrize(
+    "form", [{"has_mask": False}, {"input_layout": "BSND"}, {"sparse_mode": 2}, {"pre_tokens": 1}, {"keep_prob": 0.9}]
+)
+def test_another_form_is_refused(form):
+    with pytest.raises(ConfigError, match=r"FlashAttentionScore of .*CPU processes compute it for inputs"):
+        exchanged(**form)

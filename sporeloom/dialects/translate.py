@@ -124,7 +124,7 @@ def translate(
         writer = {"mindformers1": mindformers1, "mindformers2": mindformers2, "megatron": megatron}[to]
         text, more = writer.write(settings)
     own = settings.strategy
-    fitting = shipped_or_file(fitting_rules(name_of(rules, RULES) or str(rules), own.mesh), RULES)
+    fitting = shipped_or_file(fitting_rules(name_of(rules, RULES) or str(rules), own), RULES)
     if own.rules.operators and not _are_shipped(own, fitting):
         more = [*more, Note("rules", to, "not expressible", f"other rules than {rules}; only these can be named")]
     return Translation(settings, text, notes + more)

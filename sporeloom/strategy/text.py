@@ -12,22 +12,22 @@ from typing import Any
 from sporeloom.core.json_text import json_text
 from sporeloom.core.shipped import DECODER, EXPERTS
 from sporeloom.strategy.config import Offload, OptimizerParallel, Pipeline, Recompute, Stages, Strategy
-from sporeloom.strategy.mesh import Mesh
 
 FLAGS = "# tools/train.py "
 
 
-def fitting_rules(rules: str, mesh: Mesh) -> str:
-    """Name of the decoder rules that suit a mesh: with those of experts where there are some, and with every
-    operator where MindSpore derives no layouts."""
-    if rules == DECODER and mesh.ep > 1:
+def fitting_rules(rules: str, strategy: Strategy) -> str:
+    """Name of the decoder rules that suit a strategy: with those of experts where there are some, and with every
+    operator where MindSpore's partitioner derives no layouts."""
+    if rules == DECODER and strategy.mesh.ep > 1:
         return EXPERTS
-    return f"{DECODER}_spelled_out" if rules == DECODER and not mesh.derives_layouts else rules
+    is_spelled_out = strategy.engine == "mindspore" and not strategy.mesh.derives_layouts
+    return f"{DECODER}_spelled_out" if rules == DECODER and is_spelled_out else rules
 
 
 def strategy_text(strategy: Strategy, rules: str, head: Iterable[str] = ()) -> str:
     """Write a strategy file. `rules`: a file, or the name of built-in ones. `head`: comments at its top."""
-    rules = fitting_rules(rules, strategy.mesh)
+    rules = fitting_rules(rules, strategy)
     lines = [
         *head,
         "mesh: {" + ", ".join(f"{axis}: {degree}" for axis, degree in strategy.mesh.degrees.items()) + "}",

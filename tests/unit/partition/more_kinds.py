@@ -3,6 +3,7 @@
 
 import functools
 
+import flash_kinds
 import numpy as np
 from kinds import with_dim
 
@@ -11,58 +12,6 @@ def around(x, kernel):
     """As many zeros around the images as keep their size."""
     kh, kw = kernel
     return np.pad(x, ((0, 0), (0, 0), (kh // 2, (kh - 1) // 2), (kw // 2, (kw - 1) // 2)))
-
-
-def attended(q, k, v, mask, scale):
-    """Probabilities (B, KV, H/KV, T, S) of attention, and the maximum and sum of each row that they are made of."""
-    groups = q.reshape(len(q), k.shape[1], -1, *q.shape[2:])
-    scores = np.where(mask[:, :, None] != 0, -1e9, np.einsum("bkgtd,bksd->bkgts", groups, k) * scale)
-    most = scores.max(-1, keepdims=True)
-    powers = np.exp(scores - most)
-    return powers / powers.sum(-1, keepdims=True), most, powers.sum(-1, keepdims=True)
-
-
-def flash(q, k, v, *more):
-    mask, heads, scale = more[3], more[7], more[9]
-    assert heads == q.shape[1]
-    probs, *rows = attended(q, k, v, mask, scale)
-    rows = (np.broadcast_to(row.reshape(*q.shape[:3], 1), (*q.shape[:3], 8)) for row in rows)
-    return *rows, np.zeros(1), np.einsum("bkgts,bksd->bkgtd", probs, v).reshape(q.shape)
-
-
-def flash_gradient(q, k, v, dy, *more):
-    mask, heads, scale = more[3], more[11], more[13]
-    assert heads == q.shape[1]
-    probs, *_ = attended(q, k, v, mask, scale)
-    queries, dy = (x.reshape(len(x), k.shape[1], -1, *x.shape[2:]) for x in (q, dy))
-    dprobs = np.einsum("bkgtd,bksd->bkgts", dy, v)
-    dscores = probs * (dprobs - (dprobs * probs).sum(-1, keepdims=True)) * scale
-    dq = np.einsum("bkgts,bksd->bkgtd", dscores, k).reshape(q.shape)
-    return (
-        dq,
-        np.einsum("bkgts,bkgtd->bksd", dscores, queries),
-        np.einsum("bkgts,bkgtd->bksd", probs, dy),
-        np.zeros(0),
-    )
-
-
-SETTINGS = (2**31 - 1, 2**31 - 1, 0, 1, 0)
-"""No window before or after, inner precision, input layout BNSD, a full mask."""
-
-
-def heads_of(d):
-    """Queries, keys and values of heads that they share in groups, a mask, and the kernel's constants."""
-    rows, heads, positions, keys, width = d.size(), d.size(), d.size(), d.size(), 2
-    q = d.of(rows, heads * int(d.random.integers(1, 3)), positions, width)
-    k, v = d.of(rows, heads, keys, width), d.of(rows, heads, keys, width)
-    mask = (d.random.random((rows if d.flag() else 1, 1, positions, keys)) < 0.3).astype(np.uint8)
-    return [q, k, v, None, None, None, mask, None, None, None, q.shape[1], 1.0, 0.5, *SETTINGS]
-
-
-def heads_of_gradient(d):
-    q, k, v, *none, mask, _, _, _, heads, keep, scale = heads_of(d)[:13]
-    rows = [d.of(*q.shape[:3], 8), d.of(*q.shape[:3], 8), d.of(1), d.of(*q.shape)]
-    return [q, k, v, d.of(*q.shape), *none, mask, *rows, None, None, None, heads, keep, scale, *SETTINGS]
 
 
 def by_group(x, group):
@@ -249,8 +198,8 @@ def l2_normalize_grad(x, y, dy, axis):
 
 
 COMPUTE = {
-    "FlashAttentionScore": flash,
-    "FlashAttentionScoreGrad": flash_gradient,
+    "FlashAttentionScore": flash_kinds.attention,
+    "FlashAttentionScoreGrad": flash_kinds.gradient,
     "UnsortedSegmentMax": segment_extreme(np.maximum, -1e30),
     "UnsortedSegmentMin": segment_extreme(np.minimum, 1e30),
     "UnsortedSegmentProd": segment_extreme(np.multiply, 1),
@@ -470,8 +419,8 @@ SAMPLES = {
     "BatchNormGrad": lambda d: (lambda a: [d.of(*a[0].shape), a[0], a[1], a[3], a[4], a[2], False])(evaluated(d)),
     "Tril": lambda d: [d.of(*d.shape(2, 4))],
     "Flatten": lambda d: [d.of(*d.shape(2, 4))],
-    "FlashAttentionScore": heads_of,
-    "FlashAttentionScoreGrad": heads_of_gradient,
+    "FlashAttentionScore": flash_kinds.sample,
+    "FlashAttentionScoreGrad": flash_kinds.sample_gradient,
     "GatherD": lambda d: list(taken(d)),
     "GatherDGradV2": lambda d: (lambda a: [*a, d.of(*a[2].shape)])(taken(d)),
     "Scatter": lambda d: put(d, True),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import sys
 import types
@@ -97,10 +98,16 @@ def as_flag(name: str) -> str:
     return "--" + name.rstrip("_").replace("_", "-")
 
 
+@functools.cache
+def annotated_types(kind: type) -> Mapping[str, Any]:
+    """Types of a dataclass's fields with their bounds. Kept, because to evaluate them takes milliseconds."""
+    return get_type_hints(kind, include_extras=True)
+
+
 def number_problems(config: Any, shown: Callable[[str], str] = as_flag) -> Iterator[str]:
     """List every number of a dataclass that is outside its bounds. `shown`: converts the name of a field for
     users."""
-    hints = get_type_hints(type(config), include_extras=True)
+    hints = annotated_types(type(config))
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if problem := number_problem(value, hints[field.name]):

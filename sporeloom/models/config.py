@@ -7,10 +7,10 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
 
 from sporeloom.core.errors import ConfigError
-from sporeloom.core.numbers import Count, Depth, Natural, NotNegative, Positive, Rate, number_problems
+from sporeloom.core.numbers import Count, Depth, Natural, NotNegative, Positive, Rate, annotated_types, number_problems
 from sporeloom.models.latent import LatentConfig
 from sporeloom.models.rope_scaling import RopeScaling
 from sporeloom.models.streams import IndexerConfig, StreamsConfig, fields_of_layers, further_problems
@@ -490,6 +490,6 @@ def _as_json(value: Any) -> Any:
 
 
 def _choice_problems(config: Any, prefix: str = "") -> Iterator[str]:
-    for name, hint in get_type_hints(type(config)).items():
+    for name, hint in annotated_types(type(config)).items():
         if get_origin(hint) is Literal and getattr(config, name) not in get_args(hint):
             yield f"{prefix}{name} must be one of {', '.join(get_args(hint))}, got {getattr(config, name)!r}"

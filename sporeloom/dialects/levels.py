@@ -15,6 +15,6 @@ def gathers_again(book: InputKeys, key: str, recompute: Recompute | None, mesh: 
     book.note(
         key,
         "renamed" if again else "approximated",
-        RESHARD if again else f"weights are gathered once a step: {RESHARD} needs full recomputation and no pipeline",
+        RESHARD if again else "MindSpore gathers weights once a step without full recomputation, or in a pipeline",
     )
     return again

@@ -86,6 +86,7 @@ def parallelize(net: nn.Cell, strategy: Strategy, whole: bool = True) -> Report:
         recomputed=recomputed,
         tied=tied,
         parts=parts,
+        reshards=strategy.gathers_twice,
         is_spmd=shards_itself(strategy),
         owners=owners,
         functional=[rule for rule in rules if is_functional(rule.pattern)] if shards_itself(strategy) else [],
@@ -216,7 +217,7 @@ def _operator_problems(strategy: Strategy, found: Sequence[Operator]) -> list[st
     if not mesh.derives_layouts:
         problems += [
             f"{strategy.at('mesh')}: {mesh}: MindSpore derives layouts on stages of 2^n ranks only, and no rule "
-            f"is for {o.path}; write one, or for the model families use rules/decoder_spelled_out.yaml"
+            f"is for {o.path}; remove `engine: mindspore`, or write one"
             for o in found
             if o.primitive.name in LARGE_OPERATORS and not any(path_matches(r.pattern, o.path) for r in rules.operators)
         ][:3]

@@ -57,6 +57,8 @@ class Report:
     parts: dict[str, int] = field(default_factory=dict, repr=False)
     """Path of a Cell -> the part of the model, in the order of the layers, that a pipeline assigned it to."""
 
+    reshards: bool = False
+    """Whether weights are gathered anew for the forward and the backward pass (ZeRO-3 / FSDP)."""
     is_spmd: bool = False
     """Whether the graph is compiled for one device and sharded afterwards: then nothing in it may depend on the
     mesh."""

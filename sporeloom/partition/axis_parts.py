@@ -66,8 +66,11 @@ def _named(axis: str, low: int, high: int, degree: int) -> str:
     return f"{axis}/{low}" if high == degree else f"{axis}/{low}:{high}"
 
 
-def sharded_further(layout: Layout, degrees: Mapping[str, int], shards: int) -> Layout:
+def sharded_further(layout: Layout, degrees: Mapping[str, int], shards: int, skips: bool = False) -> Layout:
     """Shard dim 0 of `layout` over `shards` of the ranks that replicate it, neighbouring ranks (innermost axes) first.
+
+    Args:
+        skips: whether an axis is left out whose degree does not divide what is left of `shards`, such as tp 12 of 256.
 
     Raises:
         UndividedAxisError: these ranks are a part of an axis that has no name.
@@ -79,6 +82,8 @@ def sharded_further(layout: Layout, degrees: Mapping[str, int], shards: int) -> 
         axis, outer, inner = part_of_axis(name)
         degree = outer or degrees[axis] // (inner or 1)
         taken = math.gcd(degree, shards)
+        if skips and taken < degree and taken < shards:
+            continue
         shards //= taken
         if taken == degree:
             added.insert(0, name)
@@ -88,7 +93,8 @@ def sharded_further(layout: Layout, degrees: Mapping[str, int], shards: int) -> 
             )
         else:
             added.insert(0, f"{axis}/{degrees[axis] // taken}")
-    assert shards == 1, (layout, degrees)
+    if shards > 1:
+        raise UndividedAxisError(f"no axes that replicate a parameter have {shards} ranks more to shard it over")
     return ((*layout[0], *added), *layout[1:])
 
 

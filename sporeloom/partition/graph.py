@@ -106,6 +106,10 @@ class Graph:
     outputs: list[Name]
 
 
+OF_THIS_PASS = "of_this_pass"
+"""Attribute of a `Depend`: its result, although made of parameters alone, is of the pass in which it is used."""
+
+
 def is_effect(node: Node, graph: Graph) -> bool:
     """Whether an operator writes a parameter."""
     return bool(node.attributes.get("side_effect_mem")) and any(name in graph.parameters for name in node.flat_inputs())

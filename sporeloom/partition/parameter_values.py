@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from sporeloom.partition.graph import Graph, Name, followed, is_effect
+from sporeloom.partition.graph import OF_THIS_PASS, Graph, Name, followed, is_effect
 from sporeloom.partition.sharded_graph import SENT
 
 
@@ -31,7 +31,12 @@ def of_parameters_alone(graph: Graph) -> ParameterValues:
         names = [found.same.get(name, name) for name in followed(node)]
         if node.kind == "Load":  # its dependency has not written this parameter
             names = names[:1]
-        if node.kind == "UpdateState" or not all(name in known for name in names) or not node.outputs:
+        if (
+            node.kind == "UpdateState"
+            or node.attributes.get(OF_THIS_PASS)
+            or not all(name in known for name in names)
+            or not node.outputs
+        ):
             continue
         if node.kind != "Constant" and (
             not names or node.attributes.get("side_effect_hidden") or is_effect(node, graph)

@@ -16,7 +16,6 @@ import numpy as np
 
 from sporeloom.partition.decompositions import DECOMPOSITIONS
 from sporeloom.partition.graph import Graph, Input, IsFirst, Name, Node, TensorType
-from sporeloom.partition.graph_builder import Building
 from sporeloom.partition.grid import MICROBATCHES, STAGES, DeviceGrid
 from sporeloom.partition.hints import casts_of_outputs, ids_by_row, summed_with, wanted_by_updates
 from sporeloom.partition.layout import NONE, ValueLayout, fitted, replicated
@@ -26,6 +25,7 @@ from sporeloom.partition.operators import plan as plan_of
 from sporeloom.partition.operators.elementwise import KEEPS_SUMS
 from sporeloom.partition.operators.products import PENDING_BESIDE
 from sporeloom.partition.operators.tables import IDS_BY_ROW, TABLE
+from sporeloom.partition.resharding import Resharding
 from sporeloom.partition.sharded_graph import MixedRowsError, PartitionError, ShardedGraph, Value
 from sporeloom.strategy.layout import Layout, show
 
@@ -43,6 +43,8 @@ def shard_graph(
     pinned: Mapping[str, Pin] | None = None,
     held: Mapping[Name, ValueLayout] | None = None,
     gathers_outputs: bool = True,
+    *,
+    reshards: bool = False,
 ) -> ShardedGraph:
     """Shard `graph` over `grid`.
 
@@ -52,17 +54,20 @@ def shard_graph(
         pinned: path of an operator -> layouts from a sharding rule, which override propagation.
         held: layouts of inputs that each rank receives as local shards or partial sums from another graph.
         gathers_outputs: whether every rank returns full outputs; otherwise a loss and gradients keep their layouts.
+        reshards: whether parameters are gathered anew for the forward and the backward pass, each time not before the other
+            inputs of their first user are there, so that a rank never has all of them gathered.
 
     Raises:
         PartitionError: an unsupported operator writes a sharded parameter, or a rule does not match its operator.
     """
     walk = _Walk(graph, grid, parameters, inputs, pinned or {}, held or {})
+    walk.reshards = reshards
     if not gathers_outputs:
         walk.keeping_sums = casts_of_outputs(graph, first=1)
     return walk.run(gathers_outputs)
 
 
-class _Walk(Building):
+class _Walk(Resharding):
     def __init__(
         self,
         graph: Graph,
@@ -99,6 +104,7 @@ class _Walk(Building):
         for node in self.source.nodes:
             self.consumer, self.scope = node.path or node.outputs[0], node.scope
             self.visit(node)
+            self.note(node)
         self.consumer = "an output of the graph"
         for name in self.source.outputs:
             wanted = _whole(self.values[name].type) if gathers_outputs else self.values[name].layout
@@ -131,6 +137,7 @@ class _Walk(Building):
             for name in node.flat_inputs():
                 if self.values[name].is_parameter:
                     self.values[name].copies.clear()  # they have the old value
+                    self.forget(name)
         else:
             self.compute_sharded(node)
 
@@ -217,7 +224,7 @@ class _Walk(Building):
             value = self.values[name]
             assert value.type is not None
             target = ValueLayout(fitted(_by_microbatch(dims, value), value.type.shape, self.grid))
-            if value.is_parameter:
+            if value.is_parameter or self.is_resharded(name):
                 own[name] = replace(self.operand(name), layout=target)
             elif value.layout is not None and not value.is_constant:
                 self.lay_out(name, target)
@@ -294,7 +301,8 @@ class _Walk(Building):
                 inputs.append(self.constant_like(given, plan.constants[position]))
             elif isinstance(given, str):
                 assert not isinstance(wanted, tuple)
-                inputs.append(self.laid_out(self.as_of_now(node, given, wanted), wanted))
+                given = self.when_due(node, self.as_of_now(node, given, wanted), wanted)
+                inputs.append(self.laid_out(given, wanted))
             else:
                 assert isinstance(wanted, tuple)
                 inputs.append(tuple(self.laid_out(n, w) for n, w in zip(given, wanted, strict=True)))

@@ -151,7 +151,6 @@ def strategy_file(
         if job.zero
         else None,
         sequence_parallel=job.sequence_parallel,
-        engine="mindspore" if job.zero == 3 else None,  # the only one that reshards after the forward pass on devices
     )
     return strategy_text(strategy, rules, head)
 

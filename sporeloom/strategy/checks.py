@@ -17,6 +17,7 @@ from sporeloom.strategy.stages import offloaded_layers, recomputed_layers
 
 MAX_DEVICES = 1 << 24
 RESHARD = "optimizer_parallel.reshard_after_forward"
+OWN_GRAPHS = "remove `engine: mindspore`"
 POSSIBLE_SIZES = "1, 2, 4 or a multiple of 8"
 """Possible numbers of devices of a job. Source: CheckDeviceConfig of MindSpore's device_manager.cc."""
 
@@ -140,13 +141,17 @@ def _option_problems(strategy: Strategy) -> list[str]:
             f"{strategy.at('optimizer_parallel.shard_size')} = {zero.shard_size} must be at least 2 and divide "
             f"{name} = {replicas}; possible: {', '.join(str(d) for d in divisors(replicas) if d > 1)}"
         )
-    if strategy.gathers_twice:
+    if _reshards_by_mindspore(strategy):
         problems += _reshard_problems(strategy)
     if "context_parallel" in strategy.lines and mesh.cp == 1:
         problems.append(f"{strategy.at('context_parallel')} has no effect at mesh.cp = 1; remove it or raise mesh.cp")
     if strategy.sequence_parallel and mesh.tp == 1:
         problems.append(f"{strategy.at('sequence_parallel')} has no effect at mesh.tp = 1; remove it or raise mesh.tp")
     return problems
+
+
+def _reshards_by_mindspore(strategy: Strategy) -> bool:
+    return strategy.gathers_twice and strategy.engine == "mindspore"
 
 
 def _reshard_problems(strategy: Strategy) -> list[str]:
@@ -212,10 +217,9 @@ def _size_problems(strategy: Strategy, config: ModelConfig) -> list[str]:
         )
     if mesh.cp > 1 and config.experts:
         problems.append(f"{strategy.at('mesh.cp')}: expert capacity is counted in full sequences; leave cp out")
-    if config.experts and strategy.gathers_twice:
+    if config.experts and _reshards_by_mindspore(strategy):
         problems.append(
-            f"{strategy.at(RESHARD)}: it is not implemented for models with experts: MindSpore compiles them "
-            "unrolled only, which dry runs do not read; leave it out"
+            f"{strategy.at(RESHARD)}: MindSpore does not implement it for models with experts; {OWN_GRAPHS}"
         )
     if mesh.ep > 1 and not config.experts:
         problems.append(f"{strategy.at('mesh.ep')} = {mesh.ep}, but the model has no experts; leave it out")
@@ -277,10 +281,9 @@ def batch_problems(
             f"{strategy.at('pipeline')}: a pipeline accumulates over its num_microbatches = {microbatches}; "
             f"raise that instead of accumulating {accumulate} times more"
         )
-    if accumulate > 1 and strategy.gathers_twice:
+    if accumulate > 1 and _reshards_by_mindspore(strategy):
         problems.append(
-            f"{strategy.at(RESHARD)}: MindSpore takes one microbatch a step with it, not {accumulate}; leave out "
-            "accumulation, or it"
+            f"{strategy.at(RESHARD)}: MindSpore takes one microbatch a step with it, not {accumulate}; {OWN_GRAPHS}"
         )
     if batch_size % parts:
         lower = batch_size // parts * parts
@@ -304,9 +307,8 @@ def batch_problems(
 
 def adapter_problems(strategy: Strategy) -> list[str]:
     """List the settings that need the training of all weights."""
-    why = "MindSpore compiles them unrolled only, which dry runs do not read"
-    at = strategy.at(RESHARD)
-    return [f"{at}: it is not implemented for adapters (LoRA): {why}; leave it out"] if strategy.gathers_twice else []
+    problem = f"{strategy.at(RESHARD)}: MindSpore does not implement it for adapters (LoRA); {OWN_GRAPHS}"
+    return [problem] if _reshards_by_mindspore(strategy) else []
 
 
 def check_own_network(strategy: Strategy) -> None:

@@ -105,10 +105,9 @@ class OptimizerParallel:
     shard_accumulated_gradients: bool = False
     """In a pipeline: shard the accumulated gradients, too. Less memory, a reduce-scatter per microbatch."""
     reshard_after_forward: bool = False
-    """ZeRO-3 / FSDP: release a layer's gathered weights after its forward pass, and gather them again when it is
-    recomputed. A device then holds the weights of two layers at once instead of all, and gathers them twice.
-    For one microbatch a step, without a pipeline, with `recompute: {layers: all}`; not for experts, adapters
-    and interleaved microbatches. On devices it needs `engine: mindspore`."""
+    """ZeRO-3 / FSDP: gather a weight when its first operator in the forward pass is due, release it after the last one, and
+    gather it again for the backward pass, in a pipeline for each microbatch. A device then holds the gathered weights
+    of a layer or two at once instead of all, and gathers them twice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,14 +202,9 @@ class Strategy:
         """List what the engine does not support on devices. CPU processes compute the same without it."""
         if self.engine == "mindspore":
             return self.mindspore_problems()
-        zero, offload = self.optimizer_parallel, self.offload
+        offload = self.offload
         lacking = [
             ("offload.layers", offload is not None and bool(offload.layers), "keeps all activations on the device"),
-            (
-                "optimizer_parallel.reshard_after_forward",
-                zero is not None and zero.reshard_after_forward,
-                "gathers weights once and keeps them",
-            ),
             ("micro_batch_interleave", self.micro_batch_interleave > 1, "runs each microbatch at once"),
         ]
         return [

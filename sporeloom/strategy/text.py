@@ -17,12 +17,8 @@ FLAGS = "# tools/train.py "
 
 
 def fitting_rules(rules: str, strategy: Strategy) -> str:
-    """Name of the decoder rules that suit a strategy: with those of experts where there are some, and with every
-    operator where MindSpore's partitioner derives no layouts."""
-    if rules == DECODER and strategy.mesh.ep > 1:
-        return EXPERTS
-    is_spelled_out = strategy.engine == "mindspore" and not strategy.mesh.derives_layouts
-    return f"{DECODER}_spelled_out" if rules == DECODER and is_spelled_out else rules
+    """Name of the decoder rules that suit a strategy: with those of experts where there are some."""
+    return EXPERTS if rules == DECODER and strategy.mesh.ep > 1 else rules
 
 
 def strategy_text(strategy: Strategy, rules: str, head: Iterable[str] = ()) -> str:

@@ -8,20 +8,12 @@ microbatches as stages, two virtual stages at the most and, but for the longest,
 import dataclasses
 from pathlib import Path
 
-import mindspore as ms
-import numpy as np
-from mindspore.nn.utils import no_init_parameters
-from mindspore_partitioner import WORLD, partition, virtual_ascend
-
 from sporeloom.dry_run.compile import compile_ranks
-from sporeloom.models.family import family_and_size, family_module, size_config
-from sporeloom.parallel.parallelize import parallelize, wrap
-from sporeloom.parallel.step import TrainStep
+from sporeloom.models.family import family_and_size, size_config
 from sporeloom.planner.closed_forms import collective_bytes, job_of, parameter_bytes
 from sporeloom.planner.dimensions import of_decoder
 from sporeloom.runtime.environment import launched_processes, launched_rank
 from sporeloom.strategy.loader import load_strategy
-from sporeloom.train.optim import AdamW
 
 SEQ_LEN = 16
 LONGEST = "pangu_200b_dp16_tp8_pp16"
@@ -105,18 +97,3 @@ def reports(path):
 def share_of_reports(paths):
     """Reports of this process's share of the strategies, by name."""
     return {Path(path).stem: reports(path) for path in paths[launched_rank() :: launched_processes()]}
-
-
-def compiled_by_mindspore(path):
-    """Parameters of rank 0 whose shards are not those of the rules, of a strategy with `engine: mindspore`."""
-    strategy = load_strategy(path)
-    config, mesh = reduced(*family_and_size(Path(path).stem), strategy), strategy.mesh
-    with virtual_ascend(0, mesh.size):
-        all_reduce = ms.ops.AllReduce(group=WORLD)
-    with no_init_parameters():
-        net = family_module(family_and_size(Path(path).stem)[0], "model").ModelWithLoss(config)
-        report = parallelize(net, strategy)
-        step = TrainStep(wrap(net, strategy), AdamW(net.trainable_params()), report, 0, all_reduce, 1.0).set_train()
-    shape = (mesh.dp, max(SEQ_LEN, mesh.tp))
-    graph = partition(step, strategy, 0, [(shape, np.int32)] * 3 + [(shape, np.float32)])
-    return [p.name for p in report.parameters if graph.parameters.get(p.name) != p.local_shape]

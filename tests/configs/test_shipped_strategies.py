@@ -12,10 +12,8 @@ from sporeloom.strategy.checks import model_problems
 from sporeloom.strategy.loader import load_strategy
 
 FILES = sorted(CONFIGS.glob("*.yaml"))
-OURS = [path for path in FILES if load_strategy(path).engine != "mindspore"]
-THEIRS = [path for path in FILES if path not in OURS]
-NAMES = [path.stem for path in OURS]
-WITH_EXPERTS = [path.stem for path in OURS if load_strategy(path).mesh.ep > 1]
+NAMES = [path.stem for path in FILES]
+WITH_EXPERTS = [path.stem for path in FILES if load_strategy(path).mesh.ep > 1]
 
 pytestmark = pytest.mark.timeout(1000)
 WORKER = "tests/configs/shipped_worker.py"
@@ -50,7 +48,7 @@ def test_a_name_says_family_size_and_degrees(path):
 @pytest.fixture(scope="session")
 def partitioned():
     """strategy name -> what a rank of each stage holds and sends."""
-    longest_first = sorted(OURS, key=lambda path: -load_strategy(path).mesh.pp)
+    longest_first = sorted(FILES, key=lambda path: -load_strategy(path).mesh.pp)
     shares = call(WORKER, "share_of_reports", list(map(str, longest_first)), processes=2, timeout=900, fresh=True)
     return {name: reports for share in shares for name, reports in share.items()}
 
@@ -114,9 +112,3 @@ def test_a_pipeline_sends_each_microbatch_forward_and_its_gradient_back(partitio
     for report in (first, last):
         sent = report["microbatches"] * (2 * report["virtual_stages"] - 1)
         assert count(report, ("Send",)) == count(report, ("Receive",)) == sent
-
-
-@pytest.mark.slow
-def test_what_mindspore_partitions_compiles_as_the_rules_say():
-    assert [path.stem for path in THEIRS] == ["palm_540b_dp512_tp12"]
-    assert call(WORKER, "compiled_by_mindspore", THEIRS[0], fresh=True) == []

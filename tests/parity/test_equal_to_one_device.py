@@ -23,6 +23,8 @@ CASES = [
     "pangu_tiny_dp2_tp2_zero+accumulate+dropout+ultra+shallow",
     "pangu_tiny_dp4_zero+again+dropout+shallow",
     "pangu_tiny_dp2_tp2_zero+again+palm+shallow",  # keys and values are on all four, sharded over two
+    "pangu_tiny_dp2_pp2_zero+again+clip+shallow",
+    "pangu_switch_tiny_dp4_ep2_zero+again+accumulate+moe+shallow",
     "pangu_tiny_dp2_tp2_sp+dropout+shallow",
     "pangu_tiny_dp2_tp2+copies+dropout+shallow",
     "pangu_tiny_tp2_pp2+copies+flash+shallow",

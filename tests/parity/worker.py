@@ -100,11 +100,10 @@ def train(path: str, options: list[str], out: str) -> None:
     if "offload" in options and strategy.mesh.size > 1:
         strategy = dataclasses.replace(strategy, offload=Offload(optimizer=True, layers="all"))
     if "again" in options and strategy.mesh.size > 1:
-        strategy = dataclasses.replace(
-            strategy,
-            optimizer_parallel=OptimizerParallel(shard_size=2, reshard_after_forward=True),
-            recompute=Recompute(),
-        )
+        shards = 2 if strategy.mesh.dp == 4 else None
+        zero = OptimizerParallel(shard_size=shards, reshard_after_forward=True)
+        recompute = Recompute() if strategy.mesh.tp > 1 else None
+        strategy = dataclasses.replace(strategy, optimizer_parallel=zero, recompute=recompute)
     if "ep_over_tp" in options and strategy.mesh.size > 1:
         strategy = dataclasses.replace(strategy, mesh=Mesh(dp=2, ep=4, tp=2))
     if "copies" in options and strategy.mesh.size > 1:

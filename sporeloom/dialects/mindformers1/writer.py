@@ -29,7 +29,7 @@ from sporeloom.dialects.rows import written_rows
 from sporeloom.dialects.settings import LossNotes, Note, Settings
 from sporeloom.dialects.stages import rows_of_parts, stage_layers, written_schedule
 from sporeloom.dialects.yaml_file import flat_text
-from sporeloom.strategy.config import Strategy
+from sporeloom.strategy.config import Recompute, Strategy
 from sporeloom.strategy.stages import layers_of_stages, layers_per_part
 
 
@@ -41,7 +41,7 @@ def write(settings: Settings) -> tuple[str, list[Note]]:
         "micro_batch_interleave_num": strategy.micro_batch_interleave,
         **_train(settings, lost),
         **_mesh(strategy),
-        **_optimizer_parallel(strategy),
+        **_optimizer_parallel(strategy, lost),
     }
     schedule = written_schedule(strategy, lost)
     if strategy.pipeline.virtual_stages > 1:
@@ -84,15 +84,18 @@ def _mesh(strategy: Strategy) -> dict[str, Any]:
     }
 
 
-def _optimizer_parallel(strategy: Strategy) -> dict[str, Any]:
+def _optimizer_parallel(strategy: Strategy, lost: LossNotes) -> dict[str, Any]:
     zero = strategy.optimizer_parallel
     written: dict[str, Any] = {key: value for key, value, _ in ONLY if key.startswith("parallel.")}
     written[ZERO] = zero is not None
     if zero:
-        if zero.reshard_after_forward:  # MindSpore accepts no setting of gradients with it
-            written[LEVEL] = "level3"
+        if zero.reshard_after_forward and strategy.recompute == Recompute() and strategy.mesh.pp == 1:
+            written[LEVEL] = "level3"  # MindSpore accepts no setting of gradients with it
         else:
             written[GRADIENTS] = zero.shard_accumulated_gradients
+            if zero.reshard_after_forward:
+                why = "MindSpore gathers weights twice with full recomputation and without a pipeline alone"
+                lost("optimizer_parallel.reshard_after_forward", why)
         written[ZERO_CONFIG + "parallel_optimizer_threshold"] = zero.threshold_kb
         written[ZERO_CONFIG + "optimizer_weight_shard_size"] = zero.shard_size or -1
     return written

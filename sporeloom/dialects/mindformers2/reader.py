@@ -314,12 +314,6 @@ def _reshards(book: InputKeys, recompute: Recompute | None, mesh: Mesh) -> bool:
         book.note(kind, "renamed", "optimizer_parallel")
         return again
     asks = book.peek(kind, "optim_grads_params") == "optim_grads_params" and (kind in book or policy in book)
-    again = again or (asks and recompute == Recompute() and mesh.pp == 1)
     for key in (kind, policy):
-        text = (
-            RESHARD
-            if again
-            else f"weights are gathered once a step: {RESHARD} needs full recomputation and no pipeline"
-        )
-        book.note(key, "renamed" if again or not asks else "approximated", text if asks else "optimizer_parallel")
-    return again
+        book.note(key, "renamed", RESHARD if asks else "optimizer_parallel")
+    return again or asks

@@ -68,6 +68,8 @@ class Decisions:
     """Layouts of the inputs; None: inputs with the batch in dim 0 are sharded over dp. The batch size is the size of
     the first dim 0 that is divisible."""
     takes_batch: bool = True
+    reshards: bool = False
+    """Whether weights are gathered anew for the forward and the backward pass."""
 
 
 def decide(cell: nn.Cell, mesh: Mesh, num_microbatches: int = 1) -> Decisions:
@@ -81,10 +83,12 @@ def decide(cell: nn.Cell, mesh: Mesh, num_microbatches: int = 1) -> Decisions:
     """
     degrees, layouts, pinned = mesh.sharding_axes, dict[str, Layout](), dict[str, Pin]()
     functional: list[tuple[str, bool, Pin]] = []
+    reports = list(reports_in(cell))
     try:
-        for path, report in reports_in(cell):
+        for path, report in reports:
             for said in report.parameters:
-                dims = sharded_further(said.layout, degrees, said.optimizer_shards) if said.layout else ()
+                shards, skips = said.optimizer_shards, report.is_spmd  # MindSpore skips none
+                dims = sharded_further(said.layout, degrees, shards, skips) if said.layout else ()
                 layouts[said.name] = dims
             for operator, rule in report.owners.items():
                 pinned[f"{path}.{operator}" if path else operator] = Pin(
@@ -111,6 +115,7 @@ def decide(cell: nn.Cell, mesh: Mesh, num_microbatches: int = 1) -> Decisions:
         {path: resolved_pin(pin) for path, pin in pinned.items()},
         [(pattern, optional, resolved_pin(pin)) for pattern, optional, pin in functional],
         takes_batch=getattr(cell, "takes_batch", True),
+        reshards=any(report.reshards for _, report in reports),
     )
 
 
@@ -204,7 +209,7 @@ def shard(
         parts = dict(zip(graph.inputs, held, strict=True)) if held is not None else {}
         of_inputs = decisions.inputs or _by_row(graph, grid, decisions.takes_batch and held is None)
         inputs = dict(zip(graph.inputs, of_inputs, strict=True))
-        sharded = shard_graph(graph, grid, wanted, inputs, pinned, parts, gathers_outputs)
+        sharded = shard_graph(graph, grid, wanted, inputs, pinned, parts, gathers_outputs, reshards=decisions.reshards)
     except MixedRowsError:
         raise
     except (UnreadableGraphError, PartitionError) as error:

@@ -78,3 +78,14 @@ def test_those_who_hold_the_same_share_it_out_in_their_order(degrees, layout, sh
 def test_a_share_that_no_part_of_an_axis_makes_is_refused():
     with pytest.raises(UndividedAxisError, match="2 of the 4 ranks along dp:4"):
         sharded_further((("dp/4",), ()), {"dp": 8}, 2)
+
+
+def test_an_axis_whose_degree_does_not_divide_the_number_of_shards_is_left_out_where_that_is_allowed():
+    degrees = {"dp": 512, "tp": 12}
+    assert sharded_further(((), ()), degrees, 256, skips=True) == (("dp/2",), ())
+    assert sharded_further(((), ("tp",)), degrees, 256) == (("dp/2",), ("tp",))
+    assert sharded_further(((),), {"dp": 4, "tp": 2}, 8, skips=True) == sharded_further(((),), {"dp": 4, "tp": 2}, 8)
+    with pytest.raises(UndividedAxisError, match="4 of the 12 ranks along tp"):
+        sharded_further(((), ()), degrees, 256)
+    with pytest.raises(UndividedAxisError, match="have 5 ranks more"):
+        sharded_further(((), ()), degrees, 5, skips=True)

@@ -2,7 +2,14 @@
 import dataclasses
 
 from sporeloom.models.config import ExpertConfig, ModelConfig
-from sporeloom.strategy.checks import batch_problems, group_problems, launch_problems, model_problems, strategy_problems
+from sporeloom.strategy.checks import (
+    adapter_problems,
+    batch_problems,
+    group_problems,
+    launch_problems,
+    model_problems,
+    strategy_problems,
+)
 from sporeloom.strategy.config import OptimizerParallel, Pipeline, Recompute, Stages, Strategy
 from sporeloom.strategy.mesh import Mesh
 
@@ -28,15 +35,20 @@ def test_a_dimension_tp_does_not_divide_comes_with_the_nearest_degrees_that_do()
     assert problem.endswith("nearest that do: 2 and 5; or give the model rows that no token uses: vocab_size 252")
 
 
-def test_weights_are_gathered_again_for_one_microbatch_of_a_model_without_experts():
-    again = strategy(dp=2, recompute=Recompute(), optimizer_parallel=OptimizerParallel(reshard_after_forward=True))
-    assert strategy_problems(again) + model_problems(again, MODEL) + batch_problems(again, 8, 64) == []
-    (problem,) = batch_problems(again, 8, 64, accumulate=2)
-    assert "reshard_after_forward: MindSpore takes one microbatch a step with it, not 2" in problem
-    (problem,) = model_problems(
-        again, dataclasses.replace(MODEL, experts=ExpertConfig(num_experts=4, experts_per_token=2))
-    )
-    assert "reshard_after_forward: it is not implemented for models with experts" in problem
+def test_mindspore_reshards_after_forward_for_some_jobs_and_our_own_graphs_for_all():
+    zero = OptimizerParallel(reshard_after_forward=True)
+    experts = dataclasses.replace(MODEL, experts=ExpertConfig(num_experts=4, experts_per_token=2))
+    ours = strategy(dp=2, optimizer_parallel=zero)
+    assert strategy_problems(ours) + model_problems(ours, experts) + batch_problems(ours, 8, 64, accumulate=2) == []
+    assert adapter_problems(ours) == [] and ours.device_problems() == []
+    theirs = dataclasses.replace(ours, engine="mindspore", recompute=Recompute())
+    assert strategy_problems(theirs) + model_problems(theirs, MODEL) + batch_problems(theirs, 8, 64) == []
+    for (problem,), told in (
+        (batch_problems(theirs, 8, 64, accumulate=2), "takes one microbatch a step with it, not 2"),
+        (model_problems(theirs, experts), "does not implement it for models with experts"),
+        (adapter_problems(theirs), "does not implement it for adapters (LoRA)"),
+    ):
+        assert f"reshard_after_forward: MindSpore {told}; remove `engine: mindspore`" in problem
 
 
 def test_a_number_of_devices_that_mindspore_does_not_take():

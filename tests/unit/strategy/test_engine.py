@@ -65,10 +65,6 @@ def test_engine_mindspore_is_neither_counted_nor_proved():
     ("settings", "key"),
     [
         ({"offload": {"layers": [1]}}, "offload.layers: engine spmd keeps all activations"),
-        (
-            {"optimizer_parallel": {"reshard_after_forward": True}, "recompute": {"layers": "all"}},
-            "optimizer_parallel.reshard_after_forward: engine spmd gathers weights once",
-        ),
         ({"micro_batch_interleave": 2}, "micro_batch_interleave: engine spmd runs each microbatch at once"),
     ],
 )

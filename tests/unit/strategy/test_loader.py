@@ -112,13 +112,14 @@ def test_all_problems_come_at_once_with_file_line_and_key(problems):
         ("mesh: {dp: 6}\noptimizer_parallel: {shard_size: 4}", "possible: 2, 3, 6"),
         (
             "mesh: {dp: 4}\nrecompute: {layers: all}\noptimizer_parallel: {reshard_after_forward: true}\n"
-            "micro_batch_interleave: 2",
+            "micro_batch_interleave: 2\nengine: mindspore",
             "s.yaml:3: optimizer_parallel.reshard_after_forward: it is not implemented for micro_batch_interleave; leave out",
         ),
         *(
             (
                 f"mesh: {{pp: 2, dp: 2}}\npipeline: {{num_microbatches: 4}}\n{recompute}\n"
-                "optimizer_parallel: {reshard_after_forward: true, shard_accumulated_gradients: true}",
+                "optimizer_parallel: {reshard_after_forward: true, shard_accumulated_gradients: true}\n"
+                "engine: mindspore",
                 f"s.yaml:4: optimizer_parallel.reshard_after_forward{message}",
             )
             for recompute, message in (

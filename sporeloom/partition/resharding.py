@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ZeRO-3 / FSDP: parameters are gathered anew for the forward and the backward pass, each when its first user is due, so
+that no rank ever has all of them gathered."""
+
+from __future__ import annotations
+
+from abc import ABC
+
+from sporeloom.partition.graph import OF_THIS_PASS, Graph, Name, Node, followed
+from sporeloom.partition.graph_builder import Building
+from sporeloom.partition.grid import DeviceGrid
+from sporeloom.partition.layout import ValueLayout
+
+
+class Resharding(Building, ABC):
+    """Values by name, of which those made of parameters alone can be gathered once for each pass."""
+
+    def __init__(self, source: Graph, grid: DeviceGrid):
+        super().__init__(source, grid)
+        self.reshards = False
+        self._of_parameters = {*source.parameters}
+        """Values that depend on parameters and constants alone."""
+        self._due: dict[tuple[Name, bool], Name] = {}
+        """Such a value, and whether in the backward pass -> the same, which waits for its first user to be due."""
+
+    def note(self, node: Node) -> None:
+        """Note whether the outputs of a node that was sharded depend on parameters alone."""
+        names = [next(node.flat_inputs())] if node.kind == "Load" else list(followed(node))
+        depends = [name in self._of_parameters for name in names if not self.values[name].is_constant]
+        if depends and all(depends) and not node.attributes.get("side_effect_mem"):
+            self._of_parameters |= {*node.outputs}
+
+    def is_resharded(self, name: Name) -> bool:
+        """Whether a value is to stay as it is, and is gathered for each pass."""
+        return self.reshards and name in self._of_parameters
+
+    def forget(self, parameter: Name) -> None:
+        """Forget what waits, because the parameter is written."""
+        self._due = {key: due for key, due in self._due.items() if key[0] != parameter}
+
+    def when_due(self, node: Node, given: Name, wanted: ValueLayout | None) -> Name:
+        """An input of a node. If it is made of parameters and must be gathered, it waits for another input of the first
+        node of this pass that uses it."""
+        layout = self.values[given].layout
+        if not self.is_resharded(given) or layout is None or wanted is None:
+            return given
+        if self.grid.degree(wanted.axes) >= self.grid.degree(layout.axes) or node.attributes.get("side_effect_mem"):
+            return given
+        key = given, node.scope is not None and node.scope.is_backward
+        if key not in self._due and (other := self._other_input(node)):
+            due, waits = self.fresh("Depend"), {OF_THIS_PASS: True}
+            self.visit(Node("Depend", (given, other), (due,), (self.type_of(given),), waits, scope=node.scope))
+            self._due[key] = due
+        return self._due.get(key, given)
+
+    def _other_input(self, node: Node) -> Name | None:
+        for name in node.flat_inputs():
+            value = self.values[name]
+            if value.type is not None and not value.is_constant and name not in self._of_parameters:
+                return name
+        return None

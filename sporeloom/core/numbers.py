@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import sys
 import types
@@ -98,10 +97,14 @@ def as_flag(name: str) -> str:
     return "--" + name.rstrip("_").replace("_", "-")
 
 
-@functools.cache
+_annotated: dict[type, Mapping[str, Any]] = {}
+
+
 def annotated_types(kind: type) -> Mapping[str, Any]:
-    """Types of a dataclass's fields with their bounds. Kept, because to evaluate them takes milliseconds."""
-    return get_type_hints(kind, include_extras=True)
+    """Types of a dataclass's fields with their bounds. They are kept: to evaluate them takes milliseconds."""
+    if kind not in _annotated:
+        _annotated[kind] = get_type_hints(kind, include_extras=True)
+    return _annotated[kind]
 
 
 def number_problems(config: Any, shown: Callable[[str], str] = as_flag) -> Iterator[str]:

@@ -86,7 +86,7 @@ def serving(log: Path, *arguments):
         server.stop()
 
 
-def chatting_checkpoint(folder: Path) -> Path:
+def chatting_checkpoint(folder: Path, config: Path = TWO_LAYERS) -> Path:
     """Of openPangu's tiny model, whose tokenizer knows turns; hardly trained."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -97,7 +97,7 @@ def chatting_checkpoint(folder: Path) -> Path:
     (folder / "tokenizer.model").write_bytes(model.getvalue())
     outcome = tool(
         *("tools/train.py", "--size", "embedded_tiny", "--data", ROOT / "examples/small_town.txt", "--steps", 2),
-        *("--tokenizer", folder / "tokenizer.model", "--config", TWO_LAYERS, "--output-dir", folder / "out"),
+        *("--tokenizer", folder / "tokenizer.model", "--config", config, "--output-dir", folder / "out"),
     )
     assert outcome.code == 0, outcome.output
     return folder / "out" / "checkpoint"
@@ -124,6 +124,7 @@ def mixed_requests(count: int, seed: int = 7):
         body |= {"echo": True} if draw.random() < 0.2 else {}
         body |= {"n": 2} if draw.random() < 0.2 else {}
         body |= {"frequency_penalty": 0.5} if draw.random() < 0.2 else {}
+        body |= {"structured_outputs": {"regex": "[\u4e00-\u9fff]{4,20}。"}} if draw.random() < 0.2 else {}
         yield body
 
 
@@ -195,6 +196,7 @@ def broken_requests(count: int, seed: int):
     names = ["prompt", "max_tokens", "temperature", "top_p", "top_k", "n", "stop", "seed", "echo", "logprobs", "stream"]
     names += ["stream_options", "suffix", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"]
     names += ["min_tokens", "ignore_eos", "best_of", "stop_token_ids", "model", "messages", "tools", "response_format"]
+    names += ["tool_choice", "structured_outputs", "guided_regex", "guided_json", "guided_grammar", "reasoning_effort"]
     names += ["user", "unknown", "tokens", "prompt_logprobs", "max_completion_tokens", "top_logprobs"]
     paths = ["/v1/completions"] * 4 + ["/v1/chat/completions", "/tokenize", "/detokenize", "/v1/nothing"]
     for _ in range(count):

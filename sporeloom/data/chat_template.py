@@ -2,12 +2,13 @@
 """Chat templates: how a conversation is formatted for a model, from the files of its folder.
 
 Source: transformers' `apply_chat_template`, whose templates these are: `messages`, `add_generation_prompt`, special tokens by
-name (`bos_token`), `tools` and `documents` (None), and variables of the caller (`enable_thinking`).
+name (`bos_token`), `tools`, `documents` (None), and variables of the caller (`enable_thinking`).
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 """Names that variables must not have."""
 RENDERER = BoundedProcess("sporeloom.data.template_worker", "to render")
 """The renderer of this process."""
+_CODE = re.compile(r"\{[%{].*?[%}]\}", re.DOTALL)
+_LITERAL = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
 
 
 class ChatTemplateError(ConfigError):
@@ -55,6 +58,10 @@ class ChatTemplate:
         self.path, self.text, self.special = path, decode_text(path) if text is None else text, dict(special or {})
         self._ask()
 
+    def reads(self, name: str) -> bool:
+        """Whether the template's expressions name a variable."""
+        return any(re.search(rf"(?<![.\w]){name}\b", _LITERAL.sub("''", code)) for code in _CODE.findall(self.text))
+
     def prompt(self, messages: Sequence[Any], variables: Mapping[str, Any] | None = None) -> str:
         """Render a conversation (a role and a content each) up to where the assistant's answer begins.
 
@@ -68,8 +75,11 @@ class ChatTemplate:
         messages: Sequence[Any],
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Any] | None = None,
     ) -> list[Span]:
         """A conversation up to the assistant's answer, as spans by author.
+
+        `tools`: functions the assistant may call, in the form of OpenAI's API.
 
         Raises:
             ChatTemplateError: the template does not take these messages, or takes too long.
@@ -77,8 +87,8 @@ class ChatTemplate:
         """
         if wrong := [name for name in variables or {} if name in RESERVED]:
             raise ConfigError(f"a variable of a chat template cannot be named {wrong[0]}")
-        plain = [{"role": message.role, "content": message.content} for message in messages]
-        found = self._ask(plain, add_generation_prompt, variables)
+        plain = [{"role": each.role, "content": each.content, **(each.more or {})} for each in messages]
+        found = self._ask(plain, add_generation_prompt, variables, tools)
         text, at, spans = found["text"], 0, list[Span]()
         if any("\ud800" <= character <= "\udfff" for character in text):
             raise ChatTemplateError(self.path, "the text contains half a character (a lone surrogate)")
@@ -89,9 +99,10 @@ class ChatTemplate:
 
     def _ask(
         self,
-        messages: list[dict[str, str]] | None = None,
+        messages: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Any] | None = None,
     ) -> dict[str, Any]:
         try:
             return RENDERER.ask(
@@ -99,6 +110,7 @@ class ChatTemplate:
                 messages=messages,
                 special=self.special,
                 variables=dict(variables or {}),
+                tools=list(tools) if tools else None,
                 add_generation_prompt=add_generation_prompt,
             )
         except ConfigError as error:
@@ -130,8 +142,9 @@ class TemplatedTokenizer(SpecialTokens):
         messages: Sequence[Any],
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Any] | None = None,
     ) -> list[Span]:
-        return self.template.spans(messages, add_generation_prompt, variables)
+        return self.template.spans(messages, add_generation_prompt, variables, tools)
 
     @property
     def token_names(self) -> dict[int, str]:

@@ -153,7 +153,7 @@ def answer(environment: TemplateEnvironment, line: bytes) -> dict[str, Any]:
             **{
                 **marked(asked["special"], True),
                 **marked(asked["variables"], False),
-                "tools": None,
+                "tools": marked(asked.get("tools"), False),
                 "documents": None,
                 "messages": messages,
                 "add_generation_prompt": asked["add_generation_prompt"],

@@ -22,8 +22,10 @@ class ChatMessage(NamedTuple):
     """One message of a conversation."""
 
     role: str
-    """system, user or assistant."""
+    """system, user, assistant or tool."""
     content: str
+    more: Mapping[str, Any] | None = None
+    """Further fields, for chat templates: `tool_calls`, `tool_call_id`, `name`, `reasoning_content`."""
 
 
 class Prompt(NamedTuple):
@@ -155,21 +157,24 @@ def chat_prompt(
     messages: Sequence[ChatMessage],
     add_generation_prompt: bool = True,
     variables: Mapping[str, Any] | None = None,
+    tools: Sequence[Any] | None = None,
 ) -> Prompt:
     """Encode the prompt for an assistant's answer to `messages`: the same tokens in training and in inference.
 
-    `variables`: of the chat template, besides transformers' own.
+    `variables`: of the chat template, besides transformers' own. `tools`: functions in the form of OpenAI's API.
 
     Raises:
         ConfigError: the tokenizer's model is a base model, or has another chat format.
     """
     form = _own_form(tokenizer, "chat", "--chat")
-    if not variables:
-        return _prompt(tokenizer, form(messages, add_generation_prompt))
-    if not isinstance(tokenizer, TemplatedTokenizer):
-        names = ", ".join(variables)
-        raise ConfigError(f"{type(tokenizer).__name__} has no chat template, so no variables for one: {names}")
-    return _prompt(tokenizer, form(messages, add_generation_prompt, variables))
+    if isinstance(tokenizer, TemplatedTokenizer):
+        return _prompt(tokenizer, form(messages, add_generation_prompt, variables, tools))
+    kind = type(tokenizer).__name__
+    if variables:
+        raise ConfigError(f"{kind} has no chat template, so no variables for one: {', '.join(variables)}")
+    if tools or any(message.more or message.role == "tool" for message in messages):
+        raise ConfigError(f"{kind} has no chat template, which would say how tools and their results are written")
+    return _prompt(tokenizer, form(messages, add_generation_prompt))
 
 
 def infill_prompt(tokenizer: Tokenizer, before: str, after: str) -> Prompt:

@@ -50,6 +50,13 @@ class BadLogitsError(ConfigError):
         )
 
 
+class GrammarError(ConfigError):
+    """A text cannot be continued within its grammar."""
+
+    def __init__(self) -> None:
+        super().__init__("the text has become too complex for the limits of its grammar; demand a simpler form")
+
+
 @dataclass(frozen=True)
 class History:
     """The tokens before the one to choose."""

@@ -19,7 +19,15 @@ import numpy as np
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.log import LogBudget
 from sporeloom.inference.decoding import Decoding, Logits
-from sporeloom.inference.sampling import BadLogitsError, History, NoTokenError, Sampler, TokenScore, score_token
+from sporeloom.inference.sampling import (
+    BadLogitsError,
+    GrammarError,
+    History,
+    NoTokenError,
+    Sampler,
+    TokenScore,
+    score_token,
+)
 from sporeloom.runtime.engine import Engine
 
 FinishReason = Literal["stop", "length"]
@@ -33,7 +41,7 @@ class InternalError(ConfigError):
         super().__init__("a bug of sporeloom ended this text; see the log")
 
 
-_ERRORS = (NoTokenError, BadLogitsError, InternalError)
+_ERRORS = (NoTokenError, BadLogitsError, GrammarError, InternalError)
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sporeloom.serve.fields import RequestError, shown
 from sporeloom.serve.hosts import DEFAULT_PORTS, AllowedHosts, AllowedOrigins, HostPort, parse_host, parse_origin
-from sporeloom.serve.requests import RequestError, shown
 
 SECURITY_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",

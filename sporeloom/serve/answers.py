@@ -12,10 +12,11 @@ from functools import cached_property
 from typing import Any
 
 from sporeloom.data.tokenizer import Tokenizer
-from sporeloom.inference.sampling import TokenScore, finite
+from sporeloom.inference.sampling import Processor, TokenScore, finite
 from sporeloom.inference.scheduler import NewToken
 from sporeloom.inference.session import Completion, StopConditions
 from sporeloom.serve.config import ServedModel
+from sporeloom.serve.parsing import Delta, MessageParser, message_of
 from sporeloom.serve.requests import ChatRequest, CompletionRequest
 from sporeloom.serve.token_texts import token_by_id, token_offsets, token_text
 
@@ -35,6 +36,10 @@ class Choice:
     finish_reason: str | None = None
     num_sent: int = 0
     """Character offset of each of `scores`."""
+    processors: tuple[Processor, ...] = ()
+    """Processors of its logits, besides those of all requests."""
+    parser: MessageParser | None = None
+    """Parser of its text, where the model's answers have parts."""
     position: int = field(init=False)
     """Number of characters of the answer from the generated tokens so far."""
 
@@ -144,8 +149,8 @@ class CompletionAnswer:
     def opening(self, choices: list[Choice]) -> list[dict[str, Any]]:
         return []
 
-    def part(self, choice: Choice, text: str) -> dict[str, Any]:
-        return {**self.head, "choices": [self._choice(choice, text)]}
+    def parts(self, choice: Choice, text: str) -> list[dict[str, Any]]:
+        return [{**self.head, "choices": [self._choice(choice, text)]}]
 
     def _choice(self, choice: Choice, text: str) -> dict[str, Any]:
         logprobs = None
@@ -169,7 +174,7 @@ class ChatAnswer:
         self.head = head(kind, "chatcmpl", model.name, asked.seed)
 
     def whole(self, prompts: list[tuple[int, ...]], choices: list[Choice]) -> dict[str, Any]:
-        told = [self._choice(c, "message", {"role": "assistant", "content": c.text}) for c in choices]
+        told = [self._choice(c, "message", message_of(_deltas(c, c.text))) for c in choices]
         return {**self.head, "choices": told, "usage": usage(prompts, choices)}
 
     def opening(self, choices: list[Choice]) -> list[dict[str, Any]]:
@@ -179,9 +184,26 @@ class ChatAnswer:
             for c in choices
         ]
 
-    def part(self, choice: Choice, text: str) -> dict[str, Any]:
-        return {**self.head, "choices": [self._choice(choice, "delta", {"content": text})]}
+    def parts(self, choice: Choice, text: str) -> list[dict[str, Any]]:
+        """Chunks of a stream: a delta each. The first has the log-probabilities, the last the reason of the end."""
+        deltas = _deltas(choice, text)
+        ends = [False] * (len(deltas) - 1) + [True]
+        return [
+            {**self.head, "choices": [self._choice(choice, "delta", delta, is_last)]}
+            for delta, is_last in zip(deltas, ends, strict=True)
+        ]
 
-    def _choice(self, choice: Choice, name: str, value: dict[str, Any]) -> dict[str, Any]:
+    def _choice(self, choice: Choice, name: str, value: dict[str, Any], is_last: bool = True) -> dict[str, Any]:
         logprobs = None if self.asked.num_top is None else chat_logprobs(choice)
-        return {"index": choice.index, name: value, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+        reason = choice.finish_reason if is_last else None
+        if reason == "stop" and choice.parser and choice.parser.has_calls:
+            reason = "tool_calls"
+        return {"index": choice.index, name: value, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _deltas(choice: Choice, text: str) -> list[Delta]:
+    """Parts of a message that its new text completes, at least one; all that is left where the text has ended."""
+    if choice.parser is None:
+        return [{"content": text}]
+    deltas = choice.parser.add(text) + (choice.parser.end() if choice.finish_reason else [])
+    return deltas or [{}]

@@ -27,23 +27,12 @@ from sporeloom.inference.config import language_tags
 from sporeloom.serve.access import AccessControl, is_json_type, page_policy
 from sporeloom.serve.answers import ChatAnswer, CompletionAnswer
 from sporeloom.serve.config import ServedModel, ServeJob
+from sporeloom.serve.fields import Fields, RequestError, read_json, shown, token_ids
 from sporeloom.serve.hosts import AllowedHosts, AllowedOrigins
+from sporeloom.serve.messages import read_messages, read_tools, read_variables
 from sporeloom.serve.metrics import Metrics
 from sporeloom.serve.prepare import PreparedRequest, chat_tokens, check_chats, prepare_chat, prepare_completion
-from sporeloom.serve.requests import (
-    BODY_TIMEOUT_S,
-    ApiRequest,
-    Fields,
-    RequestError,
-    log_unknown,
-    read_chat,
-    read_completion,
-    read_json,
-    read_messages,
-    read_variables,
-    shown,
-    token_ids,
-)
+from sporeloom.serve.requests import BODY_TIMEOUT_S, ApiRequest, log_unknown, read_chat, read_completion
 from sporeloom.serve.service import Service
 from sporeloom.serve.texts import Events, RequestStream, stream, whole
 from sporeloom.serve.token_texts import token_text
@@ -197,7 +186,8 @@ class Server:
         text = fields.take("prompt", str)
         if fields.values.get("messages") is not None:
             messages, is_open = read_messages(fields), fields.take("add_generation_prompt", bool, True)
-            tokens = list(chat_tokens(model, messages, read_variables(fields), is_open).tokens)
+            tools, variables = read_tools(fields), read_variables(fields)
+            tokens = list(chat_tokens(model, messages, variables, is_open, tools).tokens)
         elif text is None:
             raise RequestError(400, "prompt is missing", "prompt")
         else:

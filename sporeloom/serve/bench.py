@@ -198,7 +198,7 @@ async def _ask(client: httpx.AsyncClient, config: BenchServeConfig, model: str, 
                 event = json.loads(line[6:])
                 if "error" in event:
                     timed.error = str(event["error"])
-                elif event["choices"] and event["choices"][0].get("delta", {"content": True}).get("content"):
+                elif event["choices"] and _has_tokens(event["choices"][0]):
                     timed.chunks.append(time.perf_counter() - start)
                 if usage := event.get("usage"):
                     timed.tokens, timed.prompt_tokens = usage["completion_tokens"], usage["prompt_tokens"]
@@ -208,6 +208,12 @@ async def _ask(client: httpx.AsyncClient, config: BenchServeConfig, model: str, 
     timed.tokens = timed.tokens or len(timed.chunks)  # of a server that does not count them
     timed.error = timed.error or ("" if timed.chunks else "no token came")
     return timed
+
+
+def _has_tokens(choice: dict[str, Any]) -> bool:
+    """Whether an event has part of an answer; the first and last ones of a chat may have none."""
+    delta = choice.get("delta")
+    return delta is None or any(delta.get(name) for name in ("content", "reasoning_content", "tool_calls"))
 
 
 def summary(

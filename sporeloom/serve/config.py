@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar
@@ -19,12 +19,13 @@ from sporeloom.inference.config import ComputeFlags
 from sporeloom.models.adapters import ADAPTER_CONFIG, base_folder, is_adapter_folder, is_reward_adapter
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import family_module
+from sporeloom.serve.formats import CALLS, PLAIN, REASONING, ChatFormat, chat_format
 from sporeloom.serve.hosts import AllowedHosts, AllowedOrigins
 from sporeloom.strategy.checks import launch_problems, model_problems
 from sporeloom.strategy.config import SINGLE_DEVICE, Strategy
 from sporeloom.strategy.loader import load_strategy
 
-PACKAGES = ("starlette", "uvicorn", "prometheus_client")
+PACKAGES = ("starlette", "uvicorn", "prometheus_client", "llguidance")
 MAX_PORT, BACKLOG = 65535, 1024
 CHUNK, MIXED_CHUNK = 64, 16
 """Tokens of a prompt between two tokens of the others; in mixed batches as many as let these take at most twice as long, at
@@ -81,6 +82,14 @@ class ServeConfig(ComputeFlags):
     request_timeout: Positive = option(600.0, "seconds after which a request is aborted")
     max_body_kb: Count = option(1024, "maximum size of a request in KB")
     drain_timeout: Positive = option(30.0, "seconds that open requests may take to finish after the server is stopped")
+    tool_call_parser: str = option(
+        "auto",
+        f"format of the model's tool calls: {', '.join(CALLS)}, none, or auto: that of its chat template",
+    )
+    reasoning_parser: str = option(
+        "auto",
+        f"format of the model's reasoning: {', '.join(REASONING)}, none, or auto: that of its chat template",
+    )
     lora_modules: tuple[str, ...] = option(
         (),
         "adapters as NAME=FOLDER; clients choose them by NAME as their model, and requests of all are "
@@ -98,6 +107,8 @@ class ServedModel:
     """Tokens that end its texts."""
     adapter: int = 0
     """Number among `ServeJob.adapters`, counted from 1; 0: no adapters."""
+    form: ChatFormat = PLAIN
+    """Format of its answers to conversations."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +168,7 @@ def check(config: ServeConfig, num_processes: int | None, rank: int = 0) -> Serv
     if family and model:
         if tokenizer := problems.of(folder_tokenizer, family, config.checkpoint, model, config.tokenizer):
             models.append(ServedModel(_name(config), tokenizer, model.end_ids))
+            problems.of(chat_format, tokenizer, config.tool_call_parser, config.reasoning_parser)
         for word in config.lora_modules:
             if found := problems.of(_read_module, word, config, family, model):
                 adapters.append(found[-1])
@@ -176,6 +188,8 @@ def check(config: ServeConfig, num_processes: int | None, rank: int = 0) -> Serv
     problems += [f"--lora-modules: {name} names two models" for name in dict.fromkeys(names) if names.count(name) > 1]
     problems.raise_if_any()
     assert family and model and strategy and models
+    formats = config.tool_call_parser, config.reasoning_parser
+    models = [replace(each, form=chat_format(each.tokenizer, *formats)) for each in models]
     return ServeJob(config, family, model, strategy, tuple(models), tuple(adapters))
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from sporeloom.core.errors import ConfigError
-from sporeloom.serve.requests import shown
+from sporeloom.serve.fields import shown
 
 ANY = "*"
 DEFAULT_PORTS = {"http": 80, "https": 443}

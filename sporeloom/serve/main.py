@@ -16,6 +16,7 @@ from sporeloom.runtime.environment import launched_rank
 from sporeloom.serve.app import build_app
 from sporeloom.serve.config import ServeJob, listen
 from sporeloom.serve.connections import KEEP_ALIVE_S, MAX_IDLE, HttpServer, TimedProtocol
+from sporeloom.serve.constraint import vocabulary
 from sporeloom.serve.service import Service
 
 SAME_SIGNAL_S = 0.3
@@ -34,6 +35,9 @@ def run(job: ServeJob) -> int:
     try:
         if http:
             http.start()
+            vocabulary(
+                job.models[0].tokenizer, job.models[0].stop_ids
+            )  # takes seconds, in which nothing else would run
         service.open()
         for number in (signal.SIGINT, signal.SIGTERM):  # MindSpore has set its own while compiling
             signal.signal(number, handler)

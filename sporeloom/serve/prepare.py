@@ -13,10 +13,17 @@ from typing import Any
 from sporeloom.core.errors import ConfigError
 from sporeloom.data.chat_template import ChatTemplateError
 from sporeloom.data.tokenizer import ChatMessage, Prompt, chat_prompt, infill_prompt
+from sporeloom.inference.sampling import Processor
 from sporeloom.inference.session import Completion, StopConditions
+from sporeloom.serve.answer_form import ChatAnswerForm
 from sporeloom.serve.answers import Choice
 from sporeloom.serve.config import ServedModel, ServeJob
-from sporeloom.serve.requests import ApiRequest, ChatRequest, CompletionRequest, RequestError
+from sporeloom.serve.constraint import TokenMask
+from sporeloom.serve.fields import RequestError
+from sporeloom.serve.messages import NO_TOOLS, ToolUse
+from sporeloom.serve.requests import ApiRequest, ChatRequest, CompletionRequest
+from sporeloom.serve.structured import ARGUMENTS, Grammar
+from sporeloom.serve.thinking import template_variables
 
 
 @dataclass(frozen=True)
@@ -35,11 +42,14 @@ def prepare_completion(job: ServeJob, model: ServedModel, asked: CompletionReque
     """
     check_count(job, asked, len(asked.prompts))
     stop, prepared = stop_conditions(model, asked), PreparedRequest([], [], [])
+    grammars = [] if asked.structure is None else [asked.structure.grammar]
     for prompt in asked.prompts:
         tokens = _tokens(model, prompt, asked.suffix)
         room = room_for(job, tokens, asked)  # before the prompt is made a text again: it may be of any length
         echo = _text(model, prompt) if asked.echo else None
         _add(prepared, tokens, room, stop, asked, echo)
+    for choice in prepared.choices:
+        choice.processors = masks(model, asked, grammars)
     return prepared
 
 
@@ -48,10 +58,47 @@ def prepare_chat(job: ServeJob, model: ServedModel, asked: ChatRequest) -> Prepa
     RequestError: it cannot be done.
     """
     check_count(job, asked, 1)
-    stop, prepared = stop_conditions(model, asked), PreparedRequest([], [], [])
-    tokens = chat_tokens(model, asked.messages, asked.variables).tokens
-    _add(prepared, tokens, room_for(job, tokens, asked), stop, asked)
+    prompt, prepared = chat_request_tokens(model, asked), PreparedRequest([], [], [])
+    room, answer = (
+        room_for(job, prompt.tokens, asked),
+        ChatAnswerForm(model, asked, prompt, stop_conditions(model, asked)),
+    )
+    _add(prepared, prompt.tokens, room, answer.stop, asked)
+    for choice in prepared.choices:
+        choice.parser = answer.parser(choice.index)
+        choice.processors = (*answer.budget(), *masks(model, asked, answer.grammars, asked.tools))
     return prepared
+
+
+def masks(
+    model: ServedModel, asked: ApiRequest, grammars: Sequence[Grammar], tools: ToolUse = NO_TOOLS
+) -> tuple[Processor, ...]:
+    """The mask of one text, if its form is demanded.
+
+    Raises:
+        RequestError: the demanded form cannot be enforced.
+    """
+    if not grammars:
+        return ()
+    try:
+        return (TokenMask(model.tokenizer, model.stop_ids, grammars),)
+    except ConfigError as error:
+        place = _place_of_problem(model, grammars, tools)
+        param = "tools" if place.startswith("tools") else asked.structure.param if asked.structure else "tools"
+        raise RequestError(400, f"{place or param}: {error.problems[0]}", param) from None
+
+
+def _place_of_problem(model: ServedModel, grammars: Sequence[Grammar], tools: ToolUse) -> str:
+    """Find the function whose parameters cannot be enforced, if it is that."""
+    for grammar in grammars:
+        name = str(grammar.get("name", ""))
+        if not name.startswith(ARGUMENTS):
+            continue
+        try:
+            TokenMask(model.tokenizer, model.stop_ids, [grammar])
+        except ConfigError:
+            return f"{tools.callable[int(name.removeprefix(ARGUMENTS))][0]}.parameters"
+    return ""
 
 
 def _add(
@@ -122,15 +169,46 @@ def check_chats(model: ServedModel) -> None:
         )
 
 
+def chat_request_tokens(model: ServedModel, asked: ChatRequest) -> Prompt:
+    """Raises:
+    RequestError: as `chat_tokens`, or the model's chat template does not do what the request demands.
+    """
+    check_chats(model)
+    variables = template_variables(model, asked.variables, asked.reasoning_effort)
+    return chat_tokens(model, asked.messages, variables, tools=asked.tools)
+
+
+def check_tools(model: ServedModel, tools: ToolUse) -> None:
+    """Raises:
+    RequestError: the model's chat template has no tools, or the format of its calls is not known.
+    """
+    if not tools.offered:
+        return
+    template = getattr(model.tokenizer, "template", None)
+    if template is None or not template.reads("tools"):
+        raise RequestError(400, f"the chat template of {model.name} has no tools; leave tools out", "tools")
+    if model.form.calls is None:
+        raise RequestError(
+            400,
+            f"the format of the tool calls of {model.name} is not known: start the server with --tool-call-parser",
+            "tools",
+        )
+
+
 def chat_tokens(
-    model: ServedModel, messages: Sequence[ChatMessage], variables: Mapping[str, Any], is_open: bool = True
+    model: ServedModel,
+    messages: Sequence[ChatMessage],
+    variables: Mapping[str, Any],
+    is_open: bool = True,
+    tools: ToolUse = NO_TOOLS,
 ) -> Prompt:
     """Raises:
     RequestError: the model's form or template does not take the messages. Names no file of the server.
     """
     check_chats(model)
+    check_tools(model, tools)
     try:
-        return chat_prompt(model.tokenizer, messages, is_open, variables)
+        return chat_prompt(model.tokenizer, messages, is_open, variables, tools.offered)
     except ChatTemplateError as error:
         raise RequestError(400, error.reason, "messages") from None
     except ConfigError as error:

@@ -6,17 +6,17 @@ Unknown fields are ignored and logged; what is known but not done here is refuse
 
 from __future__ import annotations
 
-import json
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from sporeloom.core.lines import first_line
 from sporeloom.core.log import milestone
-from sporeloom.data.chat_template import RESERVED
 from sporeloom.data.tokenizer import ChatMessage
 from sporeloom.inference.sampling import SamplingConfig
+from sporeloom.serve.fields import Fields, RequestError, shown, text_of, token_ids
+from sporeloom.serve.messages import NO_TOOLS, ToolUse, read_messages, read_tools, read_variables
+from sporeloom.serve.structured import Structure, read_structure
 
 MAX_TOP, MAX_CHOICES, MAX_STOPS, MAX_PROMPTS, MAX_BIASES = 20, 128, 16, 128, 1024
 DEFAULT_MAX_TOKENS = 16
@@ -26,22 +26,7 @@ it."""
 MAX_STOP_LENGTH, MAX_STOP_IDS = 1024, 1024
 BODY_TIMEOUT_S = 30.0
 """Seconds for a body to arrive."""
-ROLES = ("system", "user", "assistant")
-
-
-class RequestError(Exception):
-    """A request that cannot be served. `param`: the field at fault."""
-
-    def __init__(self, status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None):
-        super().__init__(message)
-        self.status, self.message, self.param, self.headers = status, message, param, dict(headers or {})
-
-    @property
-    def body(self) -> dict[str, Any]:
-        """The error in the form of OpenAI's API."""
-        kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-        kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +47,8 @@ class ApiRequest:
     logit_bias: dict[int, float]
     stream: bool
     with_usage: bool
+    structure: Structure | None = None
+    """Form that the answer must have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,74 +68,10 @@ class ChatRequest(ApiRequest):
     messages: tuple[ChatMessage, ...]
     variables: dict[str, Any]
     """Variables of the chat template."""
-
-
-@dataclass
-class Fields:
-    """The fields of a JSON object, each read once; null counts as absent."""
-
-    values: dict[str, Any]
-    taken: set[str] = field(default_factory=set)
-
-    def take(self, name: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
-        """Read a field of this type, or return `default`.
-
-        Raises:
-            RequestError: it is of another type.
-        """
-        self.taken.add(name)
-        value = self.values.get(name)
-        if value is None:
-            return default
-        kinds = kind if isinstance(kind, tuple) else (kind,)
-        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            wanted = " or ".join(
-                {str: "a string", int: "an integer", float: "a number", bool: "true or false"}.get(
-                    each, "a list" if each is list else "an object"
-                )
-                for each in kinds
-                if each is not int or float not in kinds
-            )
-            raise RequestError(400, f"{name} must be {wanted}, got {shown(value)}", name)
-        return text_of(value, name) if isinstance(value, str) else value
-
-    def number(self, name: str, low: float, high: float, default: float) -> float:
-        value = self.take(name, (int, float), default)
-        if not low <= value <= high:  # nor NaN
-            raise RequestError(400, f"{name} must be from {low:g} to {high:g}, got {shown(value)}", name)
-        return float(value)
-
-    def integer(self, name: str, low: int, high: int, default: int | None) -> Any:
-        value = self.take(name, int, default)
-        if value is not None and not low <= value <= high:
-            raise RequestError(400, f"{name} must be from {low} to {high}, got {shown(value)}", name)
-        return value
-
-    def integers(self, name: str, high: int) -> tuple[int, ...]:
-        return token_ids(self.take(name, list, []), name, high)
-
-    def refuse(self, name: str, reason: str, *allowed: Any) -> None:
-        """Refuse unsupported fields, unless they have no effect."""
-        self.taken.add(name)
-        value = self.values.get(name)
-        if value is not None and value not in allowed:
-            raise RequestError(400, f"{name}: {reason}", name)
-
-    def unknown(self) -> list[str]:
-        return [name for name in self.values if name not in self.taken]
-
-
-def read_json(body: bytes) -> Fields:
-    """Raises:
-    RequestError: not a JSON object.
-    """
-    try:
-        value = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(400, f"the body is not JSON: {first_line(error)[:200]}") from None
-    if not isinstance(value, dict):
-        raise RequestError(400, f"the body must be a JSON object, got {shown(value)}")
-    return Fields(value)
+    tools: ToolUse = NO_TOOLS
+    reasoning_effort: str | None = None
+    thinking_budget: int | None = None
+    """Maximum number of tokens of reasoning."""
 
 
 def read_completion(fields: Fields, vocab_size: int) -> CompletionRequest:
@@ -179,13 +102,9 @@ def read_chat(fields: Fields, vocab_size: int) -> ChatRequest:
     """Raises:
     RequestError: a field that cannot be used.
     """
-    for name in ("tools", "functions"):
-        fields.refuse(name, "tool calls are not supported", [])
-    for name in ("tool_choice", "function_call"):
-        fields.refuse(name, "tool calls are not supported", "none", "auto")
-    messages = read_messages(fields)
+    tools, messages = read_tools(fields), read_messages(fields)
     if messages[-1].role == "assistant":
-        raise RequestError(400, "messages: the last one must be the user's", "messages")
+        raise RequestError(400, "messages: the last one must be the user's, or the result of a tool", "messages")
     num_top = fields.integer("top_logprobs", 0, MAX_TOP, None)
     if not fields.take("logprobs", bool, False):
         if num_top is not None:
@@ -194,38 +113,32 @@ def read_chat(fields: Fields, vocab_size: int) -> ChatRequest:
         num_top = num_top or 0
     older = fields.integer("max_tokens", 1, 2**31 - 1, None)
     most = fields.integer("max_completion_tokens", 1, 2**31 - 1, older)
-    variables = read_variables(fields)
     return ChatRequest(
-        messages=messages, variables=variables, **_common(fields, vocab_size, num_top, most, default_temperature=1.0)
+        messages=messages,
+        variables=read_variables(fields),
+        tools=tools,
+        reasoning_effort=read_effort(fields),
+        thinking_budget=fields.integer("thinking_token_budget", 0, 2**31 - 1, None),
+        **_common(fields, vocab_size, num_top, most, default_temperature=1.0),
     )
 
 
-def read_messages(fields: Fields) -> tuple[ChatMessage, ...]:
+def read_effort(fields: Fields) -> str | None:
     """Raises:
-    RequestError: a message that cannot be used.
+    RequestError: no such effort.
     """
-    given = fields.take("messages", list)
-    if not given:
-        raise RequestError(400, "messages is missing or empty", "messages")
-    return tuple(_message(value, f"messages[{i}]") for i, value in enumerate(given))
-
-
-def read_variables(fields: Fields) -> dict[str, Any]:
-    """Variables for the chat template, besides the messages.
-
-    Raises:
-        RequestError: a name that the template has for something else.
-    """
-    given: dict[str, Any] = fields.take("chat_template_kwargs", dict, {})
-    if wrong := [name for name in given if name in RESERVED]:
-        raise RequestError(400, f"chat_template_kwargs: a variable cannot be named {wrong[0]}", "chat_template_kwargs")
-    return given
+    effort: str | None = fields.take("reasoning_effort", str)
+    if effort not in (None, *EFFORTS):
+        raise RequestError(
+            400, f"reasoning_effort must be one of {', '.join(EFFORTS)}, got {shown(effort)}", "reasoning_effort"
+        )
+    return effort
 
 
 def _common(
     fields: Fields, vocab_size: int, num_top: int | None, most: int | None, default_temperature: float
 ) -> dict[str, Any]:
-    fields.refuse("response_format", "only free text is supported", {"type": "text"})
+    structure = read_structure(fields)
     fields.take("user", str)
     stream = fields.take("stream", bool, False)
     options = fields.take("stream_options", dict, {})
@@ -262,6 +175,7 @@ def _common(
         "logit_bias": _logit_bias(fields, vocab_size),
         "stream": stream,
         "with_usage": bool(options.get("include_usage")),
+        "structure": structure,
     }
 
 
@@ -305,51 +219,6 @@ def _prompts(prompt: Any, vocab_size: int) -> Iterator[str | tuple[int, ...]]:
             yield text_of(part, "prompt") if not isinstance(part, list) else token_ids(part, "prompt", vocab_size)
 
 
-def token_ids(values: Sequence[Any], name: str, vocab_size: int) -> tuple[int, ...]:
-    """Read token ids.
-
-    Raises:
-        RequestError: something else.
-    """
-    for value in values:
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocab_size:
-            raise RequestError(400, f"{name}: {shown(value)} is not a token id below {vocab_size}", name)
-    return tuple(values)
-
-
-def _message(value: Any, place: str) -> ChatMessage:
-    if not isinstance(value, dict):
-        raise RequestError(400, f"{place} must be an object, got {shown(value)}", "messages")
-    role, content = value.get("role"), value.get("content")
-    if role == "developer":
-        role = "system"
-    if role not in ROLES:
-        raise RequestError(400, f"{place}.role must be one of {', '.join(ROLES)}, got {shown(role)}", "messages")
-    if isinstance(content, list):
-        parts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
-        ]
-        if any(not isinstance(part, str) for part in parts):
-            raise RequestError(400, f"{place}.content: only text is supported", "messages")
-        content = "".join(map(str, parts))
-    return ChatMessage(role, text_of(content, f"{place}.content"))
-
-
-def text_of(value: Any, name: str) -> str:
-    """Read a text that can be written as UTF-8.
-
-    Raises:
-        RequestError: something else.
-    """
-    if not isinstance(value, str):
-        raise RequestError(400, f"{name} must be a string, got {shown(value)}", name)
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise RequestError(400, f"{name} holds half a character (a lone surrogate)", name) from None
-    return value
-
-
 def log_unknown(fields: Fields, path: str, seen: set[str]) -> None:
     """Log once for each field that nothing here reads it."""
     for name in fields.unknown():
@@ -357,9 +226,3 @@ def log_unknown(fields: Fields, path: str, seen: set[str]) -> None:
         if quoted not in seen and len(seen) < 100:
             seen.add(quoted)
             milestone(f"{path}: the field {quoted} is unknown and ignored")
-
-
-def shown(value: Any) -> str:
-    """Format a value for a message: short, and without control characters."""
-    text = ascii(value) if not isinstance(value, str) or not value.isprintable() else repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

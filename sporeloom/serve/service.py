@@ -23,7 +23,7 @@ from sporeloom.core.lines import first_line
 from sporeloom.core.log import LogBudget, counted, milestone
 from sporeloom.inference.mixed import cached, takes
 from sporeloom.inference.model import load_model
-from sporeloom.inference.sampling import Sampler, SamplingConfig, add_bias
+from sporeloom.inference.sampling import Processor, Sampler, SamplingConfig, add_bias
 from sporeloom.inference.scheduler import Event, Failure, InternalError, Request, Scheduler
 from sporeloom.models.slots import num_slots_for
 from sporeloom.runtime.engine import Engine
@@ -52,6 +52,8 @@ class GenerationRequest:
     score_prompt: bool
     is_finished: Callable[[Sequence[int]], bool]
     """Called on the rank with the server."""
+    processors: tuple[Processor, ...] = ()
+    """Processors of its logits, on the rank with the server, which is the one that chooses tokens."""
 
 
 @dataclass(frozen=True)
@@ -248,7 +250,12 @@ class Service:
         return Request(
             prompt=told["prompt"],
             max_new_tokens=told["max_new_tokens"],
-            sampler=Sampler(sampling, stop_ids, vocab_size, [add_bias(bias)] if bias else ()),
+            sampler=Sampler(
+                sampling,
+                stop_ids,
+                vocab_size,
+                [*([add_bias(bias)] if bias else []), *(mine.wanted.processors if mine else ())],
+            ),
             is_finished=mine.wanted.is_finished if mine else _never,
             stream=told["stream"],
             num_top=told["num_top"],
@@ -279,7 +286,7 @@ class Service:
 def _told(wanted: GenerationRequest) -> dict[str, Any]:
     """The broadcast form of a text."""
     values = {field.name: getattr(wanted, field.name) for field in dataclasses.fields(wanted)}
-    del values["is_finished"]
+    del values["is_finished"], values["processors"]
     return {**values, "sampling": dataclasses.asdict(wanted.sampling)}
 
 

@@ -14,13 +14,14 @@ from starlette.responses import StreamingResponse
 from starlette.types import Send
 
 from sporeloom.core.json_text import json_text
-from sporeloom.inference.sampling import NoTokenError
+from sporeloom.inference.sampling import GrammarError, NoTokenError
 from sporeloom.inference.scheduler import Event, Failure, NewToken, PromptScores
 from sporeloom.serve import answers
 from sporeloom.serve.answers import ChatAnswer, Choice, CompletionAnswer
 from sporeloom.serve.config import ServedModel
+from sporeloom.serve.fields import RequestError
 from sporeloom.serve.metrics import Metrics, Timing
-from sporeloom.serve.requests import ApiRequest, RequestError
+from sporeloom.serve.requests import ApiRequest
 from sporeloom.serve.service import GenerationRequest, Service, ServiceFailure
 
 MAX_SCORES = 64
@@ -100,6 +101,7 @@ class RequestStream:
             num_top=self.asked.num_top or 0,
             score_prompt=score_prompt,
             is_finished=choice.stop.is_reached,
+            processors=choice.processors,
         )
 
     def _take(self, choice: Choice, event: Event | ServiceFailure, timing: Timing) -> str:
@@ -112,7 +114,7 @@ class RequestStream:
             choice.finish_reason = event.finish_reason
             return ""
         if isinstance(event, Failure):
-            raise RequestError(400 if isinstance(event.error, NoTokenError) else 500, str(event.error))
+            raise RequestError(400 if isinstance(event.error, NoTokenError | GrammarError) else 500, str(event.error))
         raise RequestError(503, event.reason)
 
 
@@ -142,14 +144,16 @@ class Events(StreamingResponse):
 async def stream(
     texts: RequestStream, form: CompletionAnswer | ChatAnswer, prompts: list[tuple[int, ...]]
 ) -> AsyncGenerator[str, None]:
-    """Server-sent events, one a token."""
+    """Server-sent events, one a token or more."""
     try:
         for first in form.opening(texts.choices):
             yield event(first)
         async with contextlib.aclosing(texts.events()) as events:
             async for choice, text in events:
                 is_long = len(choice.scores) - choice.num_sent > MAX_SCORES
-                yield event(await run_in_threadpool(form.part, choice, text) if is_long else form.part(choice, text))
+                parts = await run_in_threadpool(form.parts, choice, text) if is_long else form.parts(choice, text)
+                for part in parts:
+                    yield event(part)
         if texts.asked.with_usage:
             yield event({**form.head, "choices": [], "usage": answers.usage(prompts, texts.choices)})
     except RequestError as error:

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from anyio import CapacityLimiter, to_thread
 
-from sporeloom.serve.requests import RequestError
+from sporeloom.serve.fields import RequestError
 
 Result = TypeVar("Result")
 

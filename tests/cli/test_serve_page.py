@@ -129,9 +129,9 @@ def test_a_chat_is_an_answer_in_the_models_own_form(chatting):
     assert same.choices[0].text == choice.message.content
     for change, message in (
         ({"messages": []}, "messages is missing or empty"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, "role must be one of system, user, assistant"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "role must be one of system, user, assistant, tool"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text is supported"),
-        ({"tools": [{"type": "function"}]}, "tool calls are not supported"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "the chat template of talker has no tools"),
     ):
         with pytest.raises(openai.BadRequestError, match=message):
             client.chat.completions.create(**{**ASKED, **change})

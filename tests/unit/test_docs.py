@@ -37,7 +37,8 @@ def test_the_reference_of_the_commands_has_every_verb():
 
 
 def test_the_reference_of_the_server_has_every_field_that_it_reads():
-    code = (ROOT / "sporeloom/serve/requests.py").read_text(encoding="utf-8")
+    modules = ("requests", "messages", "structured")
+    code = "".join((ROOT / f"sporeloom/serve/{name}.py").read_text(encoding="utf-8") for name in modules)
     fields = set(re.findall(r'fields\.(?:take|number|integer|integers|refuse)\("(\w+)"', code))
     assert len(fields) > 20
     assert [name for name in sorted(fields) if f"`{name}" not in page("docs/reference/http_api.md")] == []

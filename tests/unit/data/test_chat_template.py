@@ -110,7 +110,8 @@ def test_published_templates_render_as_in_transformers(name, other):
     template = ChatTemplate(Path(name), ALL[name], SPECIAL)
     for messages, is_open in itertools.product(TALKS.values(), (True, False)):
         try:
-            expected = other(ALL[name], [message._asdict() for message in messages], is_open)
+            plain = [{"role": each.role, "content": each.content} for each in messages]
+            expected = other(ALL[name], plain, is_open)
         except jinja2.TemplateError as error:
             expected = [f"{name}: chat template: {error}"]
         try:

@@ -82,7 +82,7 @@ def test_a_stream_tells_the_same_log_probabilities(model, kind):
     list(generate(whole, tokens, top=top))
     (told,) = form.whole([], [whole])["choices"]
     streamed = choice_of(model)
-    parts = [form.part(streamed, text)["choices"][0] for text in generate(streamed, tokens, top=top)]
+    parts = [form.parts(streamed, text)[0]["choices"][0] for text in generate(streamed, tokens, top=top)]
     if kind is ChatRequest:
         assert [each for part in parts for each in part["logprobs"]["content"]] == told["logprobs"]["content"]
         assert "".join(part["delta"]["content"] for part in parts) == TEXT

@@ -11,9 +11,10 @@ from sporeloom.inference.sampling import BadLogitsError, NoTokenError, SamplingC
 from sporeloom.inference.scheduler import Failure, InternalError, NewToken
 from sporeloom.inference.session import Completion, StopConditions
 from sporeloom.serve.answers import Choice, CompletionAnswer
+from sporeloom.serve.fields import Fields, RequestError
 from sporeloom.serve.metrics import Metrics
 from sporeloom.serve.prepare import stop_conditions
-from sporeloom.serve.requests import CompletionRequest, Fields, RequestError, read_completion
+from sporeloom.serve.requests import CompletionRequest, read_completion
 from sporeloom.serve.texts import Events, RequestStream, stream, whole
 
 TOKENIZER = SimpleNamespace(

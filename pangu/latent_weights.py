@@ -2,7 +2,7 @@
 """Names and config.json of published models with latent attention and sigmoid routers.
 
 Source: DeepSeek-V3: modeling_deepseek_v3.py of transformers 4.57, whose latent norms have an epsilon of 1e-6 whatever
-rms_norm_eps is.
+rms_norm_eps is; its multi-token prediction: vLLM's deepseek_mtp.py, whose layers read hidden states after the final norm.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from pangu.config import OPEN_PANGU
 from sporeloom.core.errors import ConfigError
-from sporeloom.models.config import ExpertConfig, ModelConfig
+from sporeloom.models.config import ExpertConfig, ModelConfig, MTPInput
 from sporeloom.models.latent import LatentConfig
 from sporeloom.models.published import (
     LAYER,
@@ -100,8 +100,7 @@ def read_experts(values: Mapping[str, Any], bias: bool) -> dict[str, Any] | None
 
 def _read_deepseek(values: Mapping[str, Any]) -> dict[str, Any]:
     """Source: configuration_deepseek_v3.py of transformers 4.57, whose defaults these are."""
-    only(values, {"num_nextn_predict_layers": 0})
-    return {**read_latent(values, 10000.0), "experts": read_experts(values, True)}
+    return {**read_latent(values, 10000.0), **read_mtp(values, "after_norm"), "experts": read_experts(values, True)}
 
 
 _FIRST_RELEASE = {
@@ -151,10 +150,24 @@ def _read_ultra(given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def read_mtp(values: Mapping[str, Any]) -> dict[str, Any]:
-    weight = values.get("mtp_loss_weight")
+def read_mtp(values: Mapping[str, Any], mtp_input: MTPInput = "before_norm") -> dict[str, Any]:
+    """Fields of multi-token prediction. `mtp_input`: what its layers read in models of this kind."""
+    weight, depths = values.get("mtp_loss_weight"), values.get("num_nextn_predict_layers") or 0
     given = {} if weight is None else {"mtp_loss_weight": weight}
-    return {"num_mtp_layers": values.get("num_nextn_predict_layers") or 0, **given}
+    return {"num_mtp_layers": depths, **given, **({"mtp_input": mtp_input} if depths else {})}
+
+
+def written_mtp(config: ModelConfig, name: str, mtp_input: MTPInput = "before_norm") -> dict[str, Any]:
+    """The keys of config.json for multi-token prediction.
+
+    Raises:
+        ConfigError: its layers read something else than in models of this kind.
+    """
+    if config.num_mtp_layers and config.mtp_input != mtp_input:
+        raise ConfigError(
+            f"not a network that can be written as {name}: mtp_input {config.mtp_input!r} instead of {mtp_input!r}"
+        )
+    return {"num_nextn_predict_layers": config.num_mtp_layers, "mtp_loss_weight": config.mtp_loss_weight}
 
 
 def _write_ultra(config: ModelConfig) -> dict[str, Any]:
@@ -171,8 +184,7 @@ def _write_ultra(config: ModelConfig) -> dict[str, Any]:
         "sandwich_norm": True,
         "latent_norm_eps": latent.norm_epsilon,
         "router_enable_expert_bias": experts.has_bias,
-        "num_nextn_predict_layers": config.num_mtp_layers,
-        "mtp_loss_weight": config.mtp_loss_weight,
+        **written_mtp(config, name),
     }
 
 
@@ -252,7 +264,8 @@ def _write_deepseek(config: ModelConfig) -> dict[str, Any]:
             "or its latent norms' epsilon is not 1e-6"
         )
     kind = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
-    return {**kind, **values, **of_experts, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    mtp = written_mtp(config, name, "after_norm") if config.num_mtp_layers else {"num_nextn_predict_layers": 0}
+    return {**kind, **values, **of_experts, **mtp, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 
 
 def latent_names(bias: str, **more: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
@@ -274,10 +287,6 @@ def latent_names(bias: str, **more: tuple[str, ...]) -> dict[str, tuple[str, ...
     router = {"mlp__gate__weight": ("mlp.router.weight",), bias: ("mlp.choices.balance_bias",)}
     return llama_names(**attention, **mlp, **router, **more)
 
-
-DEEPSEEK = PublishedFormat(
-    "deepseek_v3", latent_names("mlp__gate__e_score_correction_bias"), _read_deepseek, _write_deepseek
-)
 
 SANDWICH = {
     "post_attention_layernorm__weight": ("attention_output_norm.weight",),
@@ -308,6 +317,13 @@ COPIES = {
     f"model.layers.{MTP}.shared_head.head.weight": "head.weight",
 }
 """Tensors that layers of multi-token prediction may be published with, too."""
+DEEPSEEK = PublishedFormat(
+    "deepseek_v3",
+    with_mtp(latent_names("mlp__gate__e_score_correction_bias")),
+    _read_deepseek,
+    _write_deepseek,
+    copies=COPIES,
+)
 ULTRA = PublishedFormat(
     "pangu_ultra_moe",
     with_mtp(latent_names("mlp__gate__e_score_correction_bias", **SANDWICH)),

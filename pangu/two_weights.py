@@ -21,6 +21,7 @@ from pangu.latent_weights import (
     with_mtp,
     written_experts,
     written_latent,
+    written_mtp,
 )
 from sporeloom.core.errors import ConfigError
 from sporeloom.models.config import ModelConfig
@@ -83,8 +84,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         **of_experts,
         "sandwich_norm": True,
         "router_enable_expert_bias": experts.has_bias,
-        "num_nextn_predict_layers": config.num_mtp_layers,
-        "mtp_loss_weight": config.mtp_loss_weight,
+        **written_mtp(config, NAME),
         "param_sink_number": latent.num_sinks,
         "param_sink_with_value": True,
         "use_mome": latent.conv_width > 0,

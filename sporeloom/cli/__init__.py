@@ -6,6 +6,7 @@ GROUPS = {
         "train": "Pretrain a model, on one device or in parallel",
         "launch-script": "Write the msrun command of each server, or a script for ssh, Slurm or ModelArts",
         "sft": "Fine-tune a checkpoint on instructions, fully or with LoRA adapters",
+        "distill": "Train a student on a teacher's probabilities (knowledge distillation)",
     },
     "Align": {
         "reward": "Train a reward model on preference pairs",

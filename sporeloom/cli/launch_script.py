@@ -28,6 +28,7 @@ Port = Annotated[int, Bounds(1024, 65535)]
 COMMANDS = (
     "train",
     "sft",
+    "distill",
     "reward",
     "dpo",
     "simpo",

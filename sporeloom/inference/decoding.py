@@ -148,8 +148,7 @@ class CacheDecoder(Rows):
         for parameter in self.net.get_parameters():
             if CACHE not in parameter.name:
                 continue
-            shape = self.num_rows, self.config.kv_heads, *parameter.shape[2:]
-            held = self.engine.held_slices(parameter.name, shape)
+            held = self.engine.held_slices(parameter.name, self.net.parallel_report.of(parameter.name).global_shape)
             if held and held[0].start <= row < held[0].stop:
                 parameter = getattr(parameter, "in_float32", parameter)  # where no kernel computes in its own type
                 values = parameter.asnumpy().copy()

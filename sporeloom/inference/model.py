@@ -55,10 +55,6 @@ def build_model(
     with whose parameters it computes, whatever becomes of them; `lora`: that model's adapters. `ranks`: of several adapters
     that tokens choose from (see `ranks_of_several`).
     """
-    if caches and strategy.mesh.size > 1 and (config.indexer or config.has_convolutions):
-        raise ConfigError(
-            "latent.conv_width and indexer: convolutions and sparse attention are decoded with a KV cache on one device only"
-        )
     with no_init_parameters():
         net: nn.Cell = family_module(family, "model").Model(config)
         if int8:

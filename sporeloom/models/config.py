@@ -18,6 +18,7 @@ from sporeloom.models.streams import IndexerConfig, StreamsConfig, fields_of_lay
 Activation = Literal["gelu", "gelu_tanh", "fast_gelu", "silu"]
 ComputeDtype = Literal["float32", "bfloat16", "float16"]
 AttentionKernel = Literal["auto", "plain", "flash"]
+MTPInput = Literal["before_norm", "after_norm"]
 
 NO_LABEL = -1
 """Label of a token that no other follows: it is padding, which experts do not process."""
@@ -249,6 +250,9 @@ class ModelConfig(Widths):
     """Number of multi-token prediction layers: depth d predicts the token d + 1 positions on, in training."""
     mtp_loss_weight: NotNegative = 0.3
     """Coefficient of the mean of their losses."""
+    mtp_input: MTPInput = "before_norm"
+    """Hidden states that the first of these layers reads: of the model, before or after its final norm. Each further one
+    reads those of the layer before, where the norm is that of its head."""
     mtp_repeats_embedding: bool = False
     """Each of these layers is published with a copy of the token embedding; computes nothing."""
     mtp_repeats_head: bool = False

@@ -52,7 +52,7 @@ class Decoder(nn.Cell):
         self.build_further(config)
         if config.num_mtp_layers:
             self.mtp = nn.CellList([MTPLayer(config, dtype, depth) for depth in range(config.num_mtp_layers)])
-            self.known_token = ops.Maximum()
+            self.known_token, self.mtp_reads_normed = ops.Maximum(), config.mtp_input == "after_norm"
         self.build_top(config, dtype)
         self.final_norm = build_norm(config, dtype)
         self.head = (ValueHead if config.value_head else TiedHead if config.tied_embedding else Head)(config, dtype)
@@ -166,13 +166,16 @@ class Decoder(nn.Cell):
         """
         x, losses, masks, angles = self.stream(tokens, positions, None, None, shares, groups)
         bias = masks[0]
-        logits = (self.head(self.top(x, positions, bias, None, None), self.embedding.word.weight),)
+        normed = self.top(x, positions, bias, None, None)
+        logits = (self.head(normed, self.embedding.word.weight),)
         for depth, layer in enumerate(self.mtp):
             if self.has_windows:
                 bias = masks[self.mask_of_layer[self.config.num_layers + depth]]
             embedded = self.embedding(self.known_token(later[depth], 0), positions)
+            x = normed if self.mtp_reads_normed else x
             x, losses = layer(x, embedded, bias, angles, tokens, shares, losses, groups)
-            logits = (*logits, self.head(layer.head_norm(x), self.embedding.word.weight))
+            normed = layer.head_norm(x)
+            logits = (*logits, self.head(normed, self.embedding.word.weight))
         return logits, losses
 
     def top(self, x, positions, bias, slots, dropout_keys):

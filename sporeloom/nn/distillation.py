@@ -9,6 +9,9 @@ import math
 from mindspore import dtype as mstype
 from mindspore import nn, ops
 
+from sporeloom.nn.loss import TokenLosses
+from sporeloom.nn.objectives import Objective
+
 MAX_LOG_SUM = -1e-7
 """Upper bound of the log-probability of the supported tokens: the tail keeps a probability above 0."""
 
@@ -95,16 +98,45 @@ class Divergence(nn.Cell):
         return self.log(-self.expm1(self.at_most(log_sum, MAX_LOG_SUM)))
 
 
-class DistillationLoss(nn.Cell):
-    """Mean divergence of tokens whose mask is 1: logits (B, T, V) of student and teacher, mask (B, T) -> loss, and the
-    divergence of each token (B, T)."""
+class Distillation(Objective):
+    """Sum of each token's divergence from the teacher times its weight. While it does not train: the divergences, (B, T).
+
+    Logits (B*T, V) of student and teacher, labels (B, T), for the metrics, and weights (B, T).
+    """
+
+    metrics = ("nll", "teacher_nll")
 
     def __init__(self, divergence: Divergence):
         super().__init__()
-        self.divergence, self.sum, self.reshape = divergence, ops.ReduceSum(), ops.Reshape()
+        self.divergence, self.by_row = divergence, ops.Reshape()
+        self.share_mul, self.add_up = ops.Mul(), ops.ReduceSum()
+        self.student_losses, self.teacher_losses = TokenLosses(), TokenLosses()
 
-    def construct(self, student, teacher, mask):
-        flat = (-1, student.shape[-1])
-        found = self.divergence(self.reshape(student, flat), self.reshape(teacher, flat))
-        found = self.reshape(found, mask.shape)
-        return self.sum(found * mask, (0, 1)) / self.sum(mask, (0, 1)), found
+    def construct(self, student, teacher, labels, weights):
+        found = self.by_row(self.divergence(student, teacher), labels.shape)
+        if not self.training:
+            return found
+        loss, numbers = self.add_up(self.share_mul(found, weights), (0, 1)), ()
+        if self.counts:
+            for losses, logits in ((self.student_losses, student), (self.teacher_losses, teacher)):
+                nll = self.by_row(losses.of_tokens(ops.stop_gradient(logits), labels), labels.shape)
+                numbers = (*numbers, (nll * weights).sum())
+        return self.counted(loss, numbers)
+
+
+class DecoderWithTeacher(nn.Cell):
+    """Training network of a student, with its frozen teacher on the same tokens; see `DecoderWithLoss`. Sharding rules, which
+    are ends of paths, apply to both."""
+
+    num_inputs = 0
+
+    def __init__(self, model: nn.Cell, teacher: nn.Cell, loss: Distillation):
+        super().__init__()
+        self.model, self.teacher, self.loss = model, teacher, loss
+        for parameter in teacher.get_parameters():
+            parameter.requires_grad = False
+
+    def construct(self, tokens, labels, positions, loss_weights, *more):
+        dropout_keys = more[0] if more else None
+        logits, _ = self.model.logits_and_losses(tokens, positions, None, None, dropout_keys)
+        return self.loss(logits, self.teacher(tokens, positions), labels, loss_weights)

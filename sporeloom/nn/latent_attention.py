@@ -98,7 +98,12 @@ class LatentAttention(nn.Cell):
             )
         self.cache, self.is_cached = KVCache((num_rows, 1, capacity, self.width), self.dtype, self.rope), True
         self.is_quantized = str(self.kv_up.weight.dtype) == "Int8"
-        self.by_head, self.cut_up, self.dequantize = ops.Reshape(), ops.StridedSlice(), ops.Mul()
+        self.up_cast, self.by_head, self.cut_up, self.dequantize = (
+            ops.Cast(),
+            ops.Reshape(),
+            ops.StridedSlice(),
+            ops.Mul(),
+        )
         self.head_first, self.context_first, self.batch_first = (ops.Transpose() for _ in range(3))
         self.head_rows = ops.Reshape()
         self.absorb_key, self.absorb_value = ops.BatchMatMul(), ops.BatchMatMul(transpose_b=True)
@@ -183,9 +188,9 @@ class LatentAttention(nn.Cell):
     def attend_latents(self, q_nope, q_rope, latent, shared, bias):
         """Attention in the latent's space: (B, T, H, N), (B, T, H, P), (B, 1, S, R), (B, 1, S, P) -> (B, H, T, V)."""
         batch, length, heads, _ = q_nope.shape
-        up = self.cast(self.kv_up.weight, self.dtype)
+        up = self.up_cast(self.kv_up.weight, self.dtype)
         if self.is_quantized:
-            up = self.dequantize(up, self.cast(self.reshape(self.kv_up.scale, (-1, 1)), self.dtype))
+            up = self.dequantize(up, self.up_cast(self.reshape(self.kv_up.scale, (-1, 1)), self.dtype))
         up = self.by_head(up, (heads, self.nope + self.value_dim, self.width))
         key_up = self.cut_up(up, (0, 0, 0), (heads, self.nope, self.width), (1, 1, 1))
         value_up = self.cut_up(up, (0, self.nope, 0), (heads, self.nope + self.value_dim, self.width), (1, 1, 1))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Multi-token prediction: further layers that predict tokens beyond the next one. Source: arXiv:2412.19437 section 2.2;
-the order of the concatenation and the hidden state before the final norm are those of the released Pangu models."""
+the order of the concatenation and the hidden state before the final norm are those of the released Pangu models; after it,
+as `mtp_input` says, those of DeepSeek-V3 in vLLM and Megatron-LM."""
 
 from mindspore import dtype as mstype
 from mindspore import nn, ops
@@ -13,7 +14,7 @@ from sporeloom.nn.norm import build_norm
 
 class MTPLayer(nn.Cell):
     """A layer on project([norm(embedding of a later token); norm(h)]), where h (B*T, D) is the last layer's output or that of
-    the depth before. `head_norm` of its output goes to the model's head."""
+    the depth before, or what the head reads of it. `head_norm` of its output goes to the model's head."""
 
     def __init__(self, config: ModelConfig, dtype: mstype.Type, depth: int):
         super().__init__()

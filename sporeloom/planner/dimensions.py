@@ -16,6 +16,7 @@ from sporeloom.core.numbers import Amount, Count, Natural, Positive, number_prob
 from sporeloom.core.reader import fields_from, read_yaml
 from sporeloom.models.config import ExpertConfig, ModelConfig, Widths
 from sporeloom.models.parameters import layer_shapes, parameter_shapes
+from sporeloom.planner.products import Products, products_of
 from sporeloom.strategy.config import Order, stage_of_part
 
 
@@ -80,9 +81,11 @@ class Dimensions(Widths):
     """Entries of the KV cache for a token and layer, where they differ from its keys and values (MLA)."""
     further_entries: Natural = 0
     """Entries of all layers' residual streams and sparse attention, whole on every tensor parallel rank; their
-    FLOPs and activations are not counted."""
+    activations are not counted."""
     mtp_entries: Amount = 0
     """Entries of all layers of multi-token prediction; counted in num_parameters only."""
+    products: Products | None = None
+    """Products besides those of a layer of query, key, value, output, MLP and experts."""
     dropout: bool = True
     """Dropout masks are kept for the backward pass."""
     float32_softmax: bool = False
@@ -197,12 +200,19 @@ class Dimensions(Widths):
         Source: arXiv:2205.05198 appendix A, for the general layer: 6 a matrix entry and token, 12 seq_len for each feature
         of the queries for the scores and the context.
         """
-        attention = 12 * self.seq_len * self.query_size * self.num_layers * (0.5 if causal else 1.0)
         dense, sparse = (kind.layer_matrices + kind.layer_router for kind in self.kinds)
         matrices = (self.num_layers - self.expert_layers) * dense + self.expert_layers * sparse
         matrices += self.expert_layers * self.experts_per_token * self.expert_parameters
         matrices += self.num_outputs * self.hidden_size
-        return tokens * ((4.0 if frozen else 6.0) * matrices + attention)
+        trained, part = 4.0 if frozen else 6.0, 0.5 if causal else 1.0
+        if self.products is None:
+            return tokens * (trained * matrices + 12 * self.seq_len * self.query_size * self.num_layers * part)
+        more = self.products
+        matrices += more.streams + more.mtp - more.vectors * self.num_layers
+        attention, indexer = more.attention(self.seq_len), more.indexer(self.seq_len)
+        return tokens * (
+            trained * matrices + part * (6 * attention * (self.num_layers + more.mtp_layers) + 2 * indexer)
+        )
 
 
 def of_decoder(config: ModelConfig, seq_len: int | None = None, has_drops: bool = True) -> Dimensions:
@@ -233,6 +243,7 @@ def of_decoder(config: ModelConfig, seq_len: int | None = None, has_drops: bool 
         dropout=config.dropout_rate > 0,
         further_entries=_further_entries(config),
         mtp_entries=sum(math.prod(s) for name, s in parameter_shapes(config).items() if name.startswith("mtp.")),
+        products=products_of(config, seq_len or config.seq_len),
         float32_softmax=True,
     )
 

@@ -156,7 +156,7 @@ def _jobs(request: PlanRequest) -> Iterator[Parallelism]:
 
 def _context_degrees(request: PlanRequest) -> list[int]:
     """Numbers of ranks that can shard a sequence, keys and values gathered: none for experts, which count their
-    tokens in full sequences, nor where texts are sampled a token at a time."""
+    tokens in full sequences unless the model says otherwise, nor where texts are sampled a token at a time."""
     if request.dims.num_experts or request.task.samples:
         return [1]
     length = request.dims.seq_len

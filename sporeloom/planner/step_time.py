@@ -385,11 +385,15 @@ def flops_per_device(dims: Dimensions, job: Parallelism, frozen: bool = False) -
     model = dims.model_flops(tokens, frozen=frozen)
     layers = sum(job.stages(dims.num_layers))
     share = 1.0 if job.recomputed_layers is None else sum(job.recomputed_layers) / layers
-    attention = 4 * dims.seq_len * dims.query_size * dims.num_layers * tokens
+    attention, further = 4.0 * dims.seq_len * dims.query_size * dims.num_layers * tokens, 0.0
+    if more := dims.products:
+        attention = 2 * tokens * dims.num_layers * more.attention(dims.seq_len)
+        further = 2 * tokens * (more.streams + more.indexer(dims.seq_len) - more.vectors * dims.num_layers)
     again = {
         "none": 0.0,
         "selective": attention,
         "full": attention
+        + further
         + 2 * tokens * dims.num_layers * dims.layer_matrices
         + 2 * tokens * dims.expert_layers * dims.experts_per_token * dims.expert_parameters,
     }

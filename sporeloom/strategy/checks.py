@@ -215,8 +215,11 @@ def _size_problems(strategy: Strategy, config: ModelConfig) -> list[str]:
             f"{strategy.at('context_parallel')}: ulysses shards heads of keys and values over tp x cp = {heads}, which does "
             f"not divide num_kv_heads = {config.kv_heads}; use gather"
         )
-    if mesh.cp > 1 and config.experts:
-        problems.append(f"{strategy.at('mesh.cp')}: expert capacity is counted in full sequences; leave cp out")
+    if mesh.cp > 1 and config.experts and not strategy.is_spmd:
+        problems.append(
+            f"{strategy.at('engine')}: MindSpore's partitioner does not shard experts over mesh.cp = {mesh.cp}; remove the "
+            "line, or leave cp out"
+        )
     if config.experts and _reshards_by_mindspore(strategy):
         problems.append(
             f"{strategy.at(RESHARD)}: MindSpore does not implement it for models with experts; {OWN_GRAPHS}"
@@ -240,10 +243,11 @@ def _layer_problems(strategy: Strategy, config: ModelConfig, has_others: bool) -
             f"{strategy.at('mesh.pp')} = {mesh.pp} stages{f' x {virtual} virtual ones' if virtual > 1 else ''} are more than "
             f"the {config.num_layers} layers; use at most {config.num_layers}"
         )
-    if mesh.pp > 1 and config.num_mtp_layers:
+    if mesh.pp > 1 and config.num_mtp_layers and not strategy.is_spmd:
         problems.append(
-            f"{strategy.at('mesh.pp')} = {mesh.pp}: multi-token prediction (num_mtp_layers {config.num_mtp_layers}) uses the "
-            "embedding in the last stage, which is not implemented; leave pp out, or give num_mtp_layers 0"
+            f"{strategy.at('engine')}: multi-token prediction (num_mtp_layers {config.num_mtp_layers}) in the last of "
+            f"mesh.pp = {mesh.pp} stages uses the embedding of the first, which MindSpore does not compile; remove the line, "
+            "leave pp out, or give num_mtp_layers 0"
         )
     stages = strategy.pipeline.stages
     if isinstance(stages, Stages) and stages.num_layers and sum(stages.num_layers) != config.num_layers:
@@ -338,10 +342,17 @@ def group_problems(
     strategy: Strategy, config: ModelConfig, batch_size: int, seq_len: int, accumulate: int = 1
 ) -> list[str]:
     """Check the groups of tokens in which expert capacity is counted against a rank's tokens of a microbatch."""
-    group = config.experts.capacity_group if config.experts else None
-    parts = strategy.num_parts(accumulate)
+    if not config.experts:
+        return []
+    group, parts, cp = config.experts.capacity_group or seq_len, strategy.num_parts(accumulate), strategy.mesh.cp
     tokens = batch_size // (parts * strategy.mesh.dp) * seq_len
-    if not group or tokens % group == 0:
+    if cp > 1 and tokens % (group * cp):
+        return [
+            f"{strategy.at('mesh.cp')} = {cp}: expert capacity is counted in groups of {group} tokens, which do not divide "
+            f"the {tokens / cp:g} that a rank has of a microbatch; write experts.capacity_group "
+            f"{math.gcd(tokens // cp, group)}, or leave cp out"
+        ]
+    if tokens % group == 0:
         return []
     return [
         f"{strategy.at('mesh.dp')}: experts.capacity_group = {group} tokens do not divide the {tokens} that a "

@@ -113,6 +113,10 @@ class TrainingConfig(
         """List the problems of the task's own flags."""
         return iter(())
 
+    def strategy_problems(self, strategy: Strategy) -> Iterator[str]:
+        """List what the task cannot do under a strategy."""
+        return iter(())
+
     def random_ltd(self, model: ModelConfig, sizes: Sizes) -> RandomLTD | None:
         """Layers that drop tokens, and how many; None: no layer does.
 
@@ -380,6 +384,7 @@ def _strategy_problems(
 ) -> Iterator[str]:
     """Check the strategy against everything else."""
     yield from _optimizer_problems(config, strategy)
+    yield from config.strategy_problems(strategy)
     yield from launch_problems(strategy, num_processes) if num_processes is not None else []
     yield from model_problems(strategy, model) if model else []
     if config.samples_texts and strategy.mesh.cp > 1:

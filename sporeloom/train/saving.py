@@ -316,11 +316,13 @@ def start_from(
     new: Sequence[str] = (),
     prefix: str = WEIGHTS,
     only_frozen: bool = False,
+    without: str | None = None,
 ) -> None:
     """Give the weights of a compiled network, those whose names begin with `prefix`, the values of a checkpoint folder. A
     rank reads what it holds, and looks at its share of a training checkpoint's hashes. All ranks take part.
 
     `new`: weights that stay as they are unless the folder has such. `only_frozen`: those that are trained stay, too.
+    `without`: beginning of the names of weights that the network does not have, whatever the folder has.
 
     Raises:
         ConfigError: they are missing, damaged, or another model's.
@@ -329,7 +331,7 @@ def start_from(
     problem = weights.damage(slice(engine.rank, None, engine.strategy.mesh.size))
     if finder := engine.max_over_ranks(engine.rank + 1 if problem else 0):
         raise ConfigError(_told_by(finder - 1, problem or "", engine))
-    found = dict(weights.shapes)
+    found = {n: shape for n, shape in weights.shapes.items() if without is None or not n.startswith(without)}
     named = {p.name.removeprefix(prefix): p for p in cell.get_parameters() if p.name.startswith(prefix)}
     parameters = {name: parameter for name, parameter in named.items() if not is_adapter(name)}
     shapes = {name: tuple(report.of(parameter.name).global_shape) for name, parameter in parameters.items()}

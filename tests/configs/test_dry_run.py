@@ -266,7 +266,8 @@ def test_what_is_not_for_context_parallel_is_told(write):
     )
     assert "sequences of 66 tokens are not divisible by cp 4" in told("mesh: {cp: 4}\n", "--seq-len", 66)
     assert "context_parallel has no effect at mesh.cp = 1" in told("mesh: {dp: 2}\ncontext_parallel: ulysses\n")
-    assert "expert capacity is counted in full sequences" in told("mesh: {cp: 2}\n", "--size", "switch_tiny")
+    experts = told("mesh: {cp: 2}\n", "--size", "switch_tiny", "--seq-len", 64, "--batch-size", 1)
+    assert "which do not divide the 32 that a rank has of a microbatch; write experts.capacity_group 32" in experts
 
 
 def test_of_adapters_alone_there_are_gradients_and_moments(write):

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The same tokens under every mesh: greedy, sampled with a seed, with penalties, with int8 weights."""
 
+import json
+
 import numpy as np
 import pytest
-from conftest import CONFIGS, call, in_process
+from conftest import CONFIGS, ROOT, call, in_process, tool
 
 from sporeloom.strategy.loader import load_strategy
 
@@ -37,6 +39,34 @@ def test_experts_that_ranks_share_out_give_the_tokens_of_one_device(checkpoint, 
     assert in_process("tools/upcycle.py", "--checkpoint", checkpoint, *experts).code == 0
     alone = call(WORKER, "generate", tmp_path / "moe", prompts, "one_device")
     check(tmp_path / "moe", prompts, alone, CONFIGS / "pangu_pro_moe_tiny_ep2_tp2.yaml")
+
+
+LATENT = {
+    "ultra_moe_tiny": {},
+    "2_tiny": {
+        "experts": None,
+        "windows": [0, 5, 7],
+        "indexer": {"layers": [0, 1], "top_k": 6, "num_heads": 2, "head_dim": 16},
+        "streams": {"num_streams": 4, "norm_layers": [1]},
+    },
+}
+
+
+@pytest.mark.parametrize("size", LATENT)
+def test_latents_convolutions_and_sparse_attention_give_the_tokens_of_one_device(size, prompts, tmp_path):
+    """Prompts and answers are longer than windows and than what sparse attention chooses."""
+    small = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 96, **LATENT[size]}
+    (tmp_path / "model.json").write_text(json.dumps(small))
+    text = ROOT / "examples" / "small_town.txt"
+    trained = tool(
+        *("tools/train.py", "--data", text, "--size", size, "--config", tmp_path / "model.json", "--steps", 4),
+        *("--seq-len", 32, "--learning-rate", 1e-3, "--output-dir", tmp_path / "out"),
+    )
+    assert trained.code == 0, trained.output
+    alone = call(WORKER, "generate", tmp_path / "out/checkpoint", prompts, "one_device")
+    assert len({token for text in alone["float32 sampled"] for token in text}) > 20
+    name = "pangu_pro_moe_tiny_ep2_tp2" if size == "ultra_moe_tiny" else "pangu_tiny_dp2_tp2"
+    check(tmp_path / "out/checkpoint", prompts, alone, CONFIGS / f"{name}.yaml")
 
 
 def check(checkpoint, prompts, expected, strategy):

@@ -16,9 +16,9 @@ from sporeloom.planner.task import TrainedTask, auxiliary_bytes
 from sporeloom.strategy.loader import load_strategy
 
 MESHES = {
-    "pangu_tiny_dp2_tp2": ("reward", "kto"),
+    "pangu_tiny_dp2_tp2": ("reward", "kto", "distill"),
     "pangu_tiny_tp2_pp2": ("reward_lora", "dpo", "grpo", "orpo"),
-    "pangu_tiny_dp4_zero": ("lora", "ppo"),
+    "pangu_tiny_dp4_zero": ("lora", "ppo", "distill_lora"),
 }
 """Tasks under each: compiling takes time, so not all under all."""
 MODEL = {"num_layers": 2, "hidden_size": 64, "vocab_size": 512, "seq_len": 64, "dropout_rate": 0.1}
@@ -36,10 +36,12 @@ TASKS = {
     "grpo": ("GRPOConfig", {"beta": 0.04, "num_iterations": 2, "max_completion_length": 8, "num_generations": 4}),
     "dpo": ("DPOConfig", {"batch_size": 4, "label_smoothing": 0.1, "learning_rate": 1e-4}),
     "orpo": ("ORPOConfig", {"batch_size": 4, "learning_rate": 1e-4}),
+    "distill": ("DistillConfig", {"temperature": 2.0, "packing": True}),
+    "distill_lora": ("DistillConfig", {"beta": 0.0, "top_k": 8, "lora_r": 2, "learning_rate": 1e-2}),
     "kto": ("KTOConfig", {"undesirable_weight": 1.5, "learning_rate": 1e-4}),
 }
 PAIRS = ("reward", "reward_lora", "dpo", "orpo")
-ADAPTERS = ("lora", "reward_lora")
+ADAPTERS = ("lora", "reward_lora", "distill_lora")
 REWARD = """
 def likes_long_words(completions, completion):
     return [len(text) / 40 + (wanted[0] in text) for text, wanted in zip(completions, completion)]
@@ -75,11 +77,12 @@ def out(tmp_path_factory):
     (folder / "text.txt").write_text(
         "\n\n".join(f"the {word} is near the {other}" * 8 for word in WORDS for other in WORDS)
     )
-    done = tool(
-        *("tools/train.py", "--data", folder / "text.txt", "--config", folder / "model.json", "--steps", 20),
-        *("--learning-rate", 1e-3, "--output-dir", folder / "base"),
-    )
-    assert done.code == 0, done.output
+    for name, size in (("base", "tiny"), ("teacher", "embedded_tiny")):
+        done = tool(
+            *("tools/train.py", "--data", folder / "text.txt", "--config", folder / "model.json", "--steps", 20),
+            *("--size", size, "--learning-rate", 1e-3, "--output-dir", folder / name),
+        )
+        assert done.code == 0, done.output
     for kind in ("examples", "pairs"):
         (folder / f"{kind}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines_of(kind)))
     (folder / "reward.py").write_text(REWARD)
@@ -89,6 +92,8 @@ def out(tmp_path_factory):
         tasks[name] = (kind, {**common, **flags})
         if name in ("grpo", "ppo"):
             tasks[name][1]["reward"] = [f"{folder}/reward.py:likes_long_words"]
+        if "distill" in name:
+            tasks[name][1]["teacher"] = f"{folder}/teacher/checkpoint"
         if name == "ppo":
             tasks[name][1]["reward_model"] = f"{folder}/one_device/reward_lora/checkpoint"
     call(WORKER, "run", folder, [None], tasks)

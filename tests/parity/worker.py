@@ -55,6 +55,16 @@ GROUPS = {
     "routed_scaling_factor": 2.5,
     **BALANCED,
 }
+SIGMOID = {
+    "num_experts": 4,
+    "experts_per_token": 2,
+    "router": "sigmoid",
+    "ffn_hidden_size": 64,
+    "shared_ffn_hidden_size": 64,
+    "first_dense_layers": 1,
+    "routed_scaling_factor": 2.5,
+    **BALANCED,
+}
 SIGMA = {"num_experts": 4, "experts_per_token": 1, "router": "hash", "num_domains": 2, "capacity_factor": 2.0}
 MODELS = {
     "pangu": ("pangu", "tiny", {}),
@@ -67,6 +77,7 @@ MODELS = {
     "moge": ("pangu", "embedded_tiny", {"experts": {**EXPERTS, **MOGE}}),
     "latent": ("pangu", "ultra_moe_tiny", {"experts": None}),
     "two": ("pangu", "2_tiny", {"experts": None, "windows": (0, 5, 0, 5, 7), "indexer": INDEXER}),
+    "two_moe": ("pangu", "2_tiny", {"experts": SIGMOID, "windows": (0, 5, 0, 5, 7), "indexer": INDEXER}),
     "latent_moe": ("pangu", "ultra_moe_tiny", {"experts": GROUPS}),
     "sigma": ("pangu", "tiny", {"experts": SIGMA}),
 }
@@ -77,7 +88,8 @@ def train(path: str, options: list[str], out: str) -> None:
 
     `path`: a strategy file, or one_device. `options`: one of MODELS, and of clip, accumulate, copies, after_query, dropout,
     gpipe, seqpipe and zero_bubble_v (with virtual stages), offload, again (weights are gathered twice),
-    ep_over_tp (experts over all four ranks, each of them whole), and shallow (2 layers, which compile in half the time).
+    ep_over_tp (experts over all four ranks, each of them whole), cp_for_tp (sequences over what is tp in the file), and
+    shallow (2 layers, which compile in half the time).
     A pipeline has as many microbatches as stages, for the same reason.
     """
     strategy = SINGLE_DEVICE if path == "one_device" else load_strategy(path)
@@ -106,6 +118,8 @@ def train(path: str, options: list[str], out: str) -> None:
         strategy = dataclasses.replace(strategy, optimizer_parallel=zero, recompute=recompute)
     if "ep_over_tp" in options and strategy.mesh.size > 1:
         strategy = dataclasses.replace(strategy, mesh=Mesh(dp=2, ep=4, tp=2))
+    if "cp_for_tp" in options and strategy.mesh.size > 1:
+        strategy = dataclasses.replace(strategy, mesh=Mesh(dp=2, ep=2, cp=2))
     if "copies" in options and strategy.mesh.size > 1:
         strategy = dataclasses.replace(strategy, micro_batch_interleave=2)
     accumulate, clip = 2 if "accumulate" in options else 1, 0.5 if "clip" in options else None

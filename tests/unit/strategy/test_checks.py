@@ -107,3 +107,10 @@ def test_groups_in_which_capacity_is_counted_lie_within_a_rank():
     assert group_problems(strategy(dp=2), model, 12, 32) == []
     (problem,) = group_problems(strategy(dp=4), model, 16, 32)
     assert "experts.capacity_group = 96 tokens do not divide the 128 that a rank has of a microbatch" in problem
+    sequences = dataclasses.replace(MODEL, experts=dataclasses.replace(grouped, capacity_group=None))
+    assert group_problems(Strategy(mesh=Mesh(dp=2, cp=2)), sequences, 4, 32) == []
+    (problem,) = group_problems(Strategy(mesh=Mesh(dp=4, cp=2)), sequences, 4, 32)
+    assert "groups of 32 tokens, which do not divide the 16 that a rank has" in problem
+    assert "write experts.capacity_group 16" in problem
+    halves = dataclasses.replace(MODEL, experts=dataclasses.replace(grouped, capacity_group=16))
+    assert group_problems(Strategy(mesh=Mesh(dp=4, cp=2)), halves, 4, 32) == []

@@ -5,11 +5,13 @@ import dataclasses
 import json
 
 import pytest
+from conftest import CONFIGS
 
 from sporeloom.checkpoint.model_folder import load_config, load_text_config, write_config
 from sporeloom.core.errors import ConfigError
 from sporeloom.models.family import size_config
 from sporeloom.train.config import check
+from sporeloom.train.distill import DistillConfig
 from sporeloom.train.preferences import KTOConfig, SimPOConfig
 from sporeloom.train.tuning import DPOConfig, GRPOConfig, PPOConfig, RewardConfig, SFTConfig
 
@@ -83,6 +85,28 @@ def test_a_reward_model_has_a_head_of_its_own(common):
 def test_mistakes_are_told_together(common, kind, flags, told):
     found = "\n".join(problems(kind(**common, **flags)))
     assert all(text in found for text in told), found
+
+
+def test_a_teacher_has_the_vocabulary_and_the_context_of_the_student(common, tmp_path):
+    def found(flags, strategy=None, **changes):
+        (tmp_path / "teacher").mkdir(exist_ok=True)
+        write_config(
+            tmp_path / "teacher", "pangu", dataclasses.replace(size_config("pangu", "embedded_tiny"), **changes)
+        )
+        config = DistillConfig(**common, **flags, teacher=tmp_path / "teacher", strategy=strategy)
+        return "\n".join(problems(config))
+
+    assert "its vocab_size is 4096, the student's 2048: they must be equal" in found({}, vocab_size=4096)
+    assert "its context of 16 tokens is shorter than --seq-len 128" in found({}, seq_len=16)
+    head = found({}, value_head=True, tied_embedding=False)
+    assert "a reward model, which has no probabilities of tokens" in head
+    assert "--top-k 2048: the vocabulary has 2048 tokens" in found({"top_k": 2048})
+    assert "--beta must be in [0, 1], got 1.5" in found({"beta": 1.5})
+    assert "a teacher is not distributed to stages" in found({}, CONFIGS / "pangu_tiny_pp2.yaml")
+    heads = found({}, CONFIGS / "pangu_tiny_tp4.yaml", num_heads=6, num_kv_heads=6, head_dim=32)
+    assert f"--teacher {tmp_path / 'teacher'}: " in heads and "does not divide num_heads = 6" in heads
+    missing = DistillConfig(**common, teacher=tmp_path / "nothing")
+    assert "there is no such checkpoint folder" in "\n".join(problems(missing))
 
 
 def test_adapters_do_not_take_the_place_of_their_model(common):

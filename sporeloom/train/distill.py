@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration of knowledge distillation. Names of flags are TRL's."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from sporeloom.checkpoint.model_folder import load_config
+from sporeloom.core.command_line import option
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.numbers import Natural, Positive, Share
+from sporeloom.models.config import ModelConfig
+from sporeloom.models.family import with_precision
+from sporeloom.strategy.checks import model_problems
+from sporeloom.strategy.config import Strategy
+from sporeloom.train.tuning import SFTConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillConfig(SFTConfig):
+    """Knowledge distillation on given texts: `sporeloom distill`."""
+
+    heading: ClassVar[str] = "distillation"
+    common: ClassVar[tuple[str, ...]] = ("teacher", "beta", "temperature")
+    task: ClassVar[str] = "distill"
+
+    teacher: Path = option(..., "checkpoint folder of the teacher, whose tokenizer must be the student's")
+    beta: Share = option(
+        0.5,
+        "divergence from the teacher: 0 is the forward KL, 1 the reverse KL, others the generalized Jensen-Shannon "
+        "divergence",
+    )
+    temperature: Positive = option(1.0, "number that the logits of both are divided by")
+    top_k: Natural = option(
+        0, "compare only this many tokens, the most likely of the teacher, or the student, as --beta says; 0: all"
+    )
+    top_k_tail: bool = option(
+        True, "with --top-k the other tokens count as one more; without, probabilities are divided by their sum"
+    )
+
+    def teacher_model(self) -> tuple[str, ModelConfig]:
+        """Family and configuration of the teacher, in the number types of the student.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        family, model = load_config(self.teacher)
+        model = with_precision(model, self.compute_dtype, self.attention)
+        windows = model.windows[: model.num_layers]  # without those of multi-token prediction
+        return family, dataclasses.replace(model, dropout_rate=0.0, num_mtp_layers=0, windows=windows)
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        try:
+            _, teacher = self.teacher_model()
+        except ConfigError as error:
+            yield from (f"--teacher {problem}" for problem in error.problems)
+            return
+        try:
+            _, student = self.base_model()
+        except ConfigError:
+            return  # which is reported for all tasks
+        at, length = f"--teacher {self.teacher}", self.seq_len or student.seq_len
+        if teacher.value_head:
+            yield f"{at}: a reward model, which has no probabilities of tokens"
+        if teacher.vocab_size != student.vocab_size:
+            yield f"{at}: its vocab_size is {teacher.vocab_size}, the student's {student.vocab_size}: they must be equal"
+        if teacher.seq_len < length:
+            yield f"{at}: its context of {teacher.seq_len} tokens is shorter than --seq-len {length}; give less"
+        if self.top_k >= student.vocab_size:
+            yield f"--top-k {self.top_k}: the vocabulary has {student.vocab_size} tokens; give fewer, or 0 for all"
+
+    def strategy_problems(self, strategy: Strategy) -> Iterator[str]:
+        if strategy.mesh.pp > 1:
+            yield (
+                f"{strategy.at('mesh.pp')} = {strategy.mesh.pp}: a teacher is not distributed to stages; leave "
+                "pp out, or train on texts of the teacher with sporeloom sft"
+            )
+        if strategy.engine == "mindspore":
+            yield f"{strategy.at('engine')}: MindSpore's partitioner is not tested with a teacher; remove the line"
+        try:
+            yield from (
+                f"--teacher {self.teacher}: {problem}" for problem in model_problems(strategy, self.teacher_model()[1])
+            )
+        except ConfigError:
+            return  # which `problems` reports

@@ -46,6 +46,7 @@ from sporeloom.train.loss_scale import FLOAT16_INITIAL
 from sporeloom.train.schedule_flags import ScheduleFlags
 from sporeloom.train.schedules import learning_rate
 from sporeloom.train.spikes import parse_steps
+from sporeloom.train.tracking_flags import TrackingFlags
 
 MAX_TOKENS = 1 << 28
 """Maximum number of tokens in one step: more are a typing error."""
@@ -55,6 +56,7 @@ MAX_LENGTHS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(
+    TrackingFlags,
     CheckpointFlags,
     FaultFlags,
     PrecisionFlags,
@@ -184,6 +186,7 @@ def check(config: TrainingConfig, num_processes: int | None) -> Run:
         config = problems.of(_with_own_tokenizer, config, family) or config
     problems += _own_problems(config)
     problems += config.problems()
+    problems += config.tracking_problems()
     strategy = problems.of(load_strategy, config.strategy) if config.strategy else SINGLE_DEVICE
     if config.tokenizer and not config.tokenizer.exists():
         problems.append(f"--tokenizer {config.tokenizer}: there is no such tokenizer")

@@ -29,6 +29,7 @@ OWN = (
     "config.json",
     "metrics.jsonl",
     "summary.json",
+    "history.json",
     "tensorboard",
     "reference.npy",
 )

@@ -51,6 +51,14 @@ class StepMetrics:
     """Tokens per second of all devices together."""
     loss_scale: float | None = None
     """Loss scale of this step, where there is one."""
+    tokens_per_s_per_device: float | None = None
+    """Tokens per second divided by the number of devices."""
+    flops_per_s_per_device: float | None = None
+    """FLOP/s of one device: forward and backward pass of the model, without recomputation."""
+    mfu: float | None = None
+    """Model FLOPs utilization: these FLOP/s as a fraction of the peak of `--chip`."""
+    hfu: float | None = None
+    """Hardware FLOPs utilization: the same with recomputed FLOPs."""
     more: Mapping[str, Any] = field(default_factory=dict)
     """Further metrics of the task."""
 

@@ -25,10 +25,11 @@ from sporeloom.runtime.environment import is_first_process
 from sporeloom.train.config import Run
 from sporeloom.train.export import trained_shapes, write_model
 from sporeloom.train.folder import clear, point_to
+from sporeloom.train.history import History
 from sporeloom.train.metrics import MetricsWriter, StepMetrics
 from sporeloom.train.optim import set_number
 from sporeloom.train.rerun import run_twice
-from sporeloom.train.run_summary import describe, peak_memory_bytes, write_summary
+from sporeloom.train.run_summary import PeakMemory, describe, write_summary
 from sporeloom.train.saving import Saver, start_from, versions
 from sporeloom.train.spikes import parse_steps
 from sporeloom.train.start import Training, compile_for, start
@@ -36,8 +37,6 @@ from sporeloom.train.state import SCHEDULE, make_saver, resume, rewind
 from sporeloom.train.validation import Validation
 
 FLOAT32_BYTES = 4
-BYTES_IN_MIB = 1 << 20
-"""Memory is compared between ranks in MiB, as 32-bit integers on devices."""
 LEFTOVERS = (
     ".checkpoint_parts-*",
     ".*checkpoint.*.partial",
@@ -67,6 +66,7 @@ def train(run: Run) -> Path | None:
 
 
 def _train(run: Run) -> Path | None:
+    began = time.time()
     training = start(run)
     run, config = training.run, training.run.config
     steps_done = resume(training) if config.resume else 0
@@ -90,6 +90,7 @@ def _train(run: Run) -> Path | None:
         training.task.begin(training.step, steps_done)
     saver = make_saver(training, steps_done)  # after the schedule of the resumed run is known
     if training.engine.is_log_rank:
+        training.history = History.begin(config.output_dir, began, steps_done, bool(config.resume))
         with MetricsWriter(config.output_dir, config.steps, steps_done) as writer:
             done, first, last = run_steps(training, writer, saver, steps_done)
     else:
@@ -118,10 +119,17 @@ def _train(run: Run) -> Path | None:
 
 def _summarize(training: Training) -> None:
     """Log the time, throughput and memory of the run, and write them to its folder."""
-    peak = training.engine.max_over_ranks(peak_memory_bytes() // BYTES_IN_MIB)
-    if training.engine.is_log_rank and training.times.steps:
-        summary = training.times.summary(peak * BYTES_IN_MIB)
-        write_summary(training.run.config.output_dir, summary)
+    memory = PeakMemory.of_process().over_ranks(training.engine)
+    history, folder = training.history, training.run.config.output_dir
+    if history and training.times.steps:
+        goodput = history.goodput(folder)
+        summary = {
+            **training.times.summary(training.utilization),
+            "starts": len(history.starts),
+            "goodput": None if goodput is None else round(goodput, 4),
+            **memory,
+        }
+        write_summary(folder, summary)
         training.say(describe(summary))
 
 
@@ -193,11 +201,11 @@ def _one_step(training: Training, step: int) -> StepMetrics:
     batch_size, length = run.sizes.of_step(step - 1)
     more = training.task.metrics(step - 1, counts[0].asnumpy() if counts else None)
     norm_or_none = values[1] if is_fine else None
-    tokens = batch_size * length / seconds
-    training.times.steps += 1
-    training.times.tokens += batch_size * length
+    tokens, flops = batch_size * length, training.utilization.of_step(batch_size, length)
+    training.times.add_step(tokens, flops)
     told_loss = math.nan if is_lost else values[0]  # a spike, whatever the loss before the update was
-    return StepMetrics(step, told_loss, rate, norm_or_none, seconds, tokens, used_scale, more)
+    rates = training.utilization.rates(tokens, flops, seconds)
+    return StepMetrics(step, told_loss, rate, norm_or_none, seconds, tokens / seconds, used_scale, **rates, more=more)
 
 
 def _validated(training: Training, validation: Validation, metrics: StepMetrics, saver: Saver) -> StepMetrics:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import shutil
 import time
@@ -34,6 +35,8 @@ from sporeloom.train.saving import Saver, start_from, versions
 from sporeloom.train.spikes import parse_steps
 from sporeloom.train.start import Training, compile_for, start
 from sporeloom.train.state import SCHEDULE, make_saver, resume, rewind
+from sporeloom.train.tensorboard import TensorBoard
+from sporeloom.train.trackers import GuardedTracker, TrackedRun, Tracker, open_trackers
 from sporeloom.train.validation import Validation
 
 FLOAT32_BYTES = 4
@@ -91,7 +94,8 @@ def _train(run: Run) -> Path | None:
     saver = make_saver(training, steps_done)  # after the schedule of the resumed run is known
     if training.engine.is_log_rank:
         training.history = History.begin(config.output_dir, began, steps_done, bool(config.resume))
-        with MetricsWriter(config.output_dir, config.steps, steps_done) as writer:
+        trackers = _trackers(training, training.history, steps_done)
+        with MetricsWriter(config.output_dir, config.steps, steps_done, trackers) as writer:
             done, first, last = run_steps(training, writer, saver, steps_done)
     else:
         done, first, last = run_steps(training, None, saver, steps_done)
@@ -115,6 +119,20 @@ def _train(run: Run) -> Path | None:
     _summarize(training)
     training.say(f"checkpoint in {config.checkpoint_dir}")
     return config.checkpoint_dir
+
+
+def _trackers(training: Training, history: History, steps_done: int) -> list[Tracker]:
+    """Begin the run in TensorBoard and at the trackers of its configuration."""
+    run, config = training.run, training.run.config
+    tracked = TrackedRun(
+        project=config.project or "sporeloom",
+        name=config.run_name or config.output_dir.resolve().name or "run",
+        id=history.id,
+        folder=config.output_dir,
+        settings=json.loads(json_text(_settings(run))),
+        steps_done=steps_done,
+    )
+    return [GuardedTracker("TensorBoard", lambda: TensorBoard(tracked)), *open_trackers(config.tracker, tracked)]
 
 
 def _summarize(training: Training) -> None:
@@ -271,9 +289,9 @@ def _not_written(folder: Path, error: OSError | SafetensorError, saver: Saver) -
     return f"{told}{state} has its state: make room, then give the same command with --resume to write it"
 
 
-def _write_resolved(run: Run, report: Report) -> None:
-    """Write the settings that the run really used, next to its metrics."""
-    values: dict[str, Any] = {
+def _settings(run: Run) -> dict[str, Any]:
+    """The settings that the run really uses."""
+    return {
         # A run file that repeats it, from the beginning; what it was read from is all in it.
         "train": {
             k: str(v) if isinstance(v, Path) else v
@@ -284,7 +302,10 @@ def _write_resolved(run: Run, report: Report) -> None:
         "strategy": {k: v for k, v in dataclasses.asdict(run.strategy).items() if k not in ("rules", "lines")},
         "resolved": {name: getattr(run, name) for name in ("seq_len", *SCHEDULE)},
         "versions": versions(),
-        "parallel": report.to_dict(),
     }
-    text = json_text(values, indent=2, ensure_ascii=False) + "\n"
+
+
+def _write_resolved(run: Run, report: Report) -> None:
+    """Write the settings of the run and the shards of its parameters next to its metrics."""
+    text = json_text({**_settings(run), "parallel": report.to_dict()}, indent=2, ensure_ascii=False) + "\n"
     write_text_atomically(run.config.output_dir / "config.json", text)

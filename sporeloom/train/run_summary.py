@@ -105,7 +105,7 @@ def _rates(summary: dict[str, Any]) -> Iterator[str]:
     if summary["tokens_per_s"] is None:
         return
     yield f"{summary['tokens_per_s']:,.0f} tokens/s while computing"
-    if (each := summary["tokens_per_s_per_device"]) != float(f"{summary['tokens_per_s']:.6g}"):
+    if (each := summary["tokens_per_s_per_device"]) < 0.75 * summary["tokens_per_s"]:  # more than one
         yield f"{each:,.0f} of each device"
     if flops := summary.get("flops_per_s_per_device"):
         yield f"{_with_unit(flops)}FLOP/s of each device"

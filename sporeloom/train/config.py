@@ -33,6 +33,7 @@ from sporeloom.train.flags import (
     DEFAULT_FOLDER,
     CheckpointFlags,
     DataFlags,
+    EMAFlags,
     FaultFlags,
     ModelFlags,
     OptimizerFlags,
@@ -61,6 +62,7 @@ class TrainingConfig(
     FaultFlags,
     PrecisionFlags,
     ScheduleFlags,
+    EMAFlags,
     OptimizerFlags,
     ParallelFlags,
     ModelFlags,
@@ -211,6 +213,8 @@ def check(config: TrainingConfig, num_processes: int | None) -> Run:
     if strategy:
         problems += _strategy_problems(config, strategy, model, sizes, num_processes)
         problems += adapter_problems(strategy) if lora else []
+    if config.certificate and config.ema_decay:
+        problems.append(f"--certificate {config.certificate}: it covers runs without --ema-decay; leave either out")
     if config.certificate and model and strategy:
         problems.of(_check_certificate, config, config.certificate, family, model, strategy, seq_len, lora)
     groups = problems.of(_groups, config, model, lora) if model and config.parameter_groups else None
@@ -383,6 +387,7 @@ def _strategy_problems(
 ) -> Iterator[str]:
     """Check the strategy against everything else."""
     yield from _optimizer_problems(config, strategy)
+    yield from config.ema_problems(strategy)
     yield from launch_problems(strategy, num_processes) if num_processes is not None else []
     yield from model_problems(strategy, model) if model else []
     if config.samples_texts and strategy.mesh.cp > 1:

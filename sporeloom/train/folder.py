@@ -26,6 +26,7 @@ OWN = (
     "checkpoints",
     "checkpoint",
     "best_checkpoint",
+    "ema_checkpoint",
     "config.json",
     "metrics.jsonl",
     "summary.json",

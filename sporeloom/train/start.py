@@ -31,6 +31,7 @@ from sporeloom.runtime.engine import Engine
 from sporeloom.runtime.spmd.drawing import drawing_later
 from sporeloom.train.adafactor import Adafactor
 from sporeloom.train.config import Run, is_sharded
+from sporeloom.train.ema import WithAverages
 from sporeloom.train.groups import Scales
 from sporeloom.train.history import History
 from sporeloom.train.loss_scale import LossScale
@@ -53,7 +54,7 @@ class Training:
     task: Task
     report: Report
     step: TrainStep
-    optimizer: AdamW | SGD | Adafactor | Muon
+    optimizer: AdamW | SGD | Adafactor | Muon | WithAverages
     batches: Prefetcher[list[NDArray[Any]]]
     """Inputs of each step, made ahead."""
     loss_scale: LossScale | None
@@ -191,7 +192,9 @@ def _build_step(run: Run, engine: Engine, task: Task, net: nn.Cell, report: Repo
     config = run.config
     in_parts = engine.partitions_itself
     with no_init_parameters() if in_parts else contextlib.nullcontext():
-        optimizer = _optimizer(run, engine, net, report)
+        optimizer: Any = _optimizer(run, engine, net, report)
+        if config.ema_decay:
+            optimizer = WithAverages(optimizer, config.ema_decay)
         step = TrainStep(
             wrap(net, run.strategy, config.accumulate),
             optimizer,
@@ -293,6 +296,7 @@ def optimizer_settings(run: Run) -> dict[str, Any]:
         "adam_epsilon": config.adam_epsilon,
         "weight_decay": config.weight_decay,
         "max_grad_norm": config.max_grad_norm,
+        "ema_decay": config.ema_decay,
         "parameter_groups": run.groups and run.groups.settings(),
         **config.schedule_settings(),
     }

@@ -31,7 +31,7 @@ from sporeloom.train.metrics import MetricsWriter, StepMetrics
 from sporeloom.train.optim import set_number
 from sporeloom.train.rerun import run_twice
 from sporeloom.train.run_summary import PeakMemory, describe, write_summary
-from sporeloom.train.saving import Saver, start_from, versions
+from sporeloom.train.saving import Saver, averaged_weights, begin_averages, start_from, versions
 from sporeloom.train.spikes import parse_steps
 from sporeloom.train.start import Training, compile_for, start
 from sporeloom.train.state import SCHEDULE, make_saver, resume, rewind
@@ -61,6 +61,7 @@ def train(run: Run) -> Path | None:
     with one_writer(run.config.output_dir):
         recover_folder(run.config.checkpoint_dir)
         recover_folder(run.config.best_dir)
+        recover_folder(run.config.ema_dir)
         for pattern in LEFTOVERS:
             for path in run.config.output_dir.glob(pattern):
                 remove(path)
@@ -89,6 +90,8 @@ def _train(run: Run) -> Path | None:
             only_frozen=bool(config.resume),
         )
         training.say(f"weights from {config.from_checkpoint}")
+    if config.ema_decay and not steps_done:
+        begin_averages(training.step, training.engine, training.report)
     if steps_done < config.steps:
         training.task.begin(training.step, steps_done)
     saver = make_saver(training, steps_done)  # after the schedule of the resumed run is known
@@ -116,6 +119,8 @@ def _train(run: Run) -> Path | None:
         training.say(f"stopped early after step {done}: {training.validation.best.describe()}")
     with training.times.measure("checkpoint"):
         _write(training, config.checkpoint_dir, saver)
+        if config.ema_decay:
+            _write(training, config.ema_dir, saver, averaged=True)
     _summarize(training)
     training.say(f"checkpoint in {config.checkpoint_dir}")
     return config.checkpoint_dir
@@ -231,8 +236,13 @@ def _validated(training: Training, validation: Validation, metrics: StepMetrics,
     config: Any = training.run.config
     with training.times.measure("validation"):
         losses = validation.losses()
+        if config.validate_ema:
+            with averaged_weights(training.step):
+                averaged = validation.losses()
+            losses |= {name.replace("/loss", "/ema_loss"): value for name, value in averaged.items()}
     told = ", ".join(f"{name} {losses[f'validation/{name}/loss']:.4f}" for name in validation.sets)
-    training.say(f"step {metrics.step}: validation loss {told}")
+    of_averages = f"; of averages {losses['validation/ema_loss']:.4f}" if config.validate_ema else ""
+    training.say(f"step {metrics.step}: validation loss {told}{of_averages}")
     if validation.best.follow(metrics.step, losses["validation/loss"]) and config.keep_best:
         _write(training, config.best_dir, saver)
         training.engine.barrier()  # a rank that went on would wait in a step for the one that writes
@@ -257,6 +267,7 @@ def _check_room(run: Run) -> None:
     copies = (
         1
         + getattr(config, "keep_best", False)
+        + (config.ema_decay > 0)
         + (config.save_every > 0 or config.save_minutes > 0) * (1 if config.optimizer == "sgd" else 2)
     )
     free, needed = shutil.disk_usage(config.output_dir).free, FLOAT32_BYTES * numbers * copies
@@ -267,14 +278,14 @@ def _check_room(run: Run) -> None:
         )
 
 
-def _write(training: Training, folder: Path, saver: Saver) -> None:
+def _write(training: Training, folder: Path, saver: Saver, averaged: bool = False) -> None:
     """Write the model to `folder`.
 
     Raises:
         ConfigError: it cannot be written.
     """
     try:
-        write_model(training, folder, saver.token)
+        write_model(training, folder, saver.token, averaged)
     except (OSError, SafetensorError) as error:
         raise ConfigError(_not_written(folder, error, saver)) from None
 

@@ -26,7 +26,7 @@ PACKAGES = {
     "partition": {"strategy"},
     "runtime": {"parallel", "partition", "strategy"},
     "checkpoint": {"data", "strategy"},
-    "train": {"align", "checkpoint", "data", "nn", "parallel", "runtime", "strategy"},
+    "train": {"align", "checkpoint", "data", "nn", "parallel", "planner", "runtime", "strategy"},
     "inference": {"checkpoint", "data", "nn", "parallel", "runtime", "strategy"},
     "tasks": {
         "align",

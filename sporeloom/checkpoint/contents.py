@@ -18,6 +18,10 @@ from sporeloom.models.parameters import parameter_shapes
 FACTORED = ("adafactor_rows.", "adafactor_columns.")
 """Means of a second moment that is stored as their product, in place of adam_v."""
 MOMENTS = ("adam_m.", "adam_v.", *FACTORED)
+AVERAGES = "ema."
+"""Prefix of the exponential moving averages of weights."""
+BESIDE_WEIGHTS = (*MOMENTS, AVERAGES)
+"""Prefixes of the tensors that belong to a weight."""
 WEIGHTS_ALONE = "weights_alone"
 """Entry of a manifest's state: no run can resume from the checkpoint, but a new one can start from it."""
 SHOWN = 8
@@ -112,6 +116,8 @@ def check_contents(manifest: Manifest, folder: Path) -> None:
             and not (optimizer == "muon" and prefix == "adam_v." and is_orthogonalized(name, shape))
         }
         wanted |= {name: shape for name, shape in states.items() if shape is not None}
+    if not alone and state["optimizer"].get("ema_decay"):
+        wanted |= {AVERAGES + name: shape for name, shape in shapes.items() if is_trained(name) and name not in frozen}
     for name, shape in wanted.items():
         entry = manifest.tensors.get(name)
         if entry is None:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sporeloom.checkpoint.adapters import merge, read_adapter
-from sporeloom.checkpoint.contents import MOMENTS, check_contents
+from sporeloom.checkpoint.contents import BESIDE_WEIGHTS, check_contents
 from sporeloom.checkpoint.finite import check_finite
 from sporeloom.checkpoint.generation_config import with_end_tokens
 from sporeloom.checkpoint.manifest import MANIFEST, read_manifest
@@ -205,7 +205,7 @@ def _weights_of_state(folder: Path) -> FolderWeights:
     shapes = {
         name: entry.shape
         for name, entry in manifest.tensors.items()
-        if not name.startswith(MOMENTS) and name not in beside
+        if not name.startswith(BESIDE_WEIGHTS) and name not in beside
     }
     return FolderWeights(shapes, CheckpointReader(folder, manifest).read, lambda share: damage(folder, manifest, share))
 

@@ -13,7 +13,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from sporeloom.checkpoint.content_hash import content_hash
-from sporeloom.checkpoint.contents import MOMENTS, model_of
+from sporeloom.checkpoint.contents import AVERAGES, BESIDE_WEIGHTS, model_of
 from sporeloom.checkpoint.manifest import MANIFEST, Manifest, TensorEntry, checkpoints, read_manifest
 from sporeloom.checkpoint.model_folder import copy_beside, load_config, load_weights, write_config
 from sporeloom.checkpoint.sharded import CheckpointReader
@@ -57,8 +57,10 @@ def reshard(source: Path, target: Path, shards: Mapping[str, Sequence[Shard]], s
     return new
 
 
-def export(source: Path, target: Path, max_shard_bytes: int) -> int:
+def export(source: Path, target: Path, max_shard_bytes: int, averaged: bool = False) -> int:
     """Write the weights of a training checkpoint, unsharded, as a model folder. Returns the bytes.
+
+    `averaged`: the moving averages of the weights instead; a weight that is not trained has none.
 
     Files hold at most `max_shard_bytes` each, or one tensor that is larger; with more than one there is an index.
 
@@ -71,11 +73,20 @@ def export(source: Path, target: Path, max_shard_bytes: int) -> int:
             f"{source}: contains adapters only; the run writes them with their configuration when it ends"
         )
     beside = manifest.state.get("beside") or {}
-    weights = {n: entry for n, entry in manifest.tensors.items() if not n.startswith(MOMENTS) and n not in beside}
+    weights = {
+        n: entry for n, entry in manifest.tensors.items() if not n.startswith(BESIDE_WEIGHTS) and n not in beside
+    }
+    stored = {name: name for name in weights}
+    if averaged:
+        stored |= {name: AVERAGES + name for name in weights if AVERAGES + name in manifest.tensors}
+        if all(name == of for name, of in stored.items()):
+            raise ConfigError(f"{source}: has no averages of weights; only runs with --ema-decay save them")
     reader = CheckpointReader(source, manifest)
     described = {name: TensorDescription(entry.dtype, entry.shape) for name, entry in weights.items()}
     with new_folder(target) as partial:
-        num_bytes = write_model_files(partial, described, lambda names: _read_and_check(reader, names), max_shard_bytes)
+        num_bytes = write_model_files(
+            partial, described, lambda names: _read_and_check(reader, [stored[name] for name in names]), max_shard_bytes
+        )
         write_config(partial, *model_of(manifest, source))
         copy_beside(source, partial)
     return num_bytes

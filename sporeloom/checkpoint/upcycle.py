@@ -16,7 +16,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sporeloom.checkpoint.contents import FACTORED, MOMENTS, WEIGHTS_ALONE, check_contents, is_trained, model_of
+from sporeloom.checkpoint.contents import (
+    AVERAGES,
+    FACTORED,
+    MOMENTS,
+    WEIGHTS_ALONE,
+    check_contents,
+    is_trained,
+    model_of,
+)
 from sporeloom.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from sporeloom.checkpoint.model_folder import Read, check_shapes, copy_beside, load_config, open_weights, write_config
 from sporeloom.checkpoint.published_folder import is_published_folder
@@ -182,6 +190,10 @@ def write_checkpoint(job: UpcycleJob, target: Path) -> int:
     if set(moments) & set(FACTORED):
         raise ConfigError(
             f"{job.dense.folder}: the state of adafactor-factored is of unsharded matrices; leave out --carry-optimizer"
+        )
+    if any(name.startswith(AVERAGES) for name in old.tensors):
+        raise ConfigError(
+            f"{job.dense.folder}: averages of weights (--ema-decay) are not converted; leave out --carry-optimizer"
         )
     if old.state["optimizer"].get("name") == "muon":
         raise ConfigError(f"{job.dense.folder}: Muon's momenta are of dense matrices; leave out --carry-optimizer")

@@ -4,6 +4,7 @@
 GROUPS = {
     "Train": {
         "train": "Pretrain a model, on one device or in parallel",
+        "runs": "List local runs, compare their curves in the terminal or on a page",
         "launch-script": "Write the msrun command of each server, or a script for ssh, Slurm or ModelArts",
         "sft": "Fine-tune a checkpoint on instructions, fully or with LoRA adapters",
         "distill": "Train a student on a teacher's probabilities (knowledge distillation)",

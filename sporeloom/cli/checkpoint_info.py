@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sporeloom.checkpoint.compare import Difference, compare
-from sporeloom.checkpoint.contents import MOMENTS, WEIGHTS_ALONE, check_contents, model_of
+from sporeloom.checkpoint.contents import AVERAGES, BESIDE_WEIGHTS, WEIGHTS_ALONE, check_contents, model_of
 from sporeloom.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from sporeloom.checkpoint.published_folder import is_published_folder, open_published
 from sporeloom.checkpoint.reshard import find_checkpoint
@@ -50,14 +50,17 @@ class InfoConfig:
 
 
 def describe(folder: Path, manifest: Manifest, with_tensors: bool) -> list[str]:
-    weights = [e for name, e in manifest.tensors.items() if not name.startswith(MOMENTS)]
+    weights = [e for name, e in manifest.tensors.items() if not name.startswith(BESIDE_WEIGHTS)]
+    num_averages = sum(name.startswith(AVERAGES) for name in manifest.tensors)
+    counts = f"{len(weights)} weights and {len(manifest.tensors) - len(weights) - num_averages} moments"
+    counts += f", and {num_averages} averages of weights," if num_averages else ""
     model = {k: v for k, v in manifest.model.items() if k != "family"}
     degrees = " x ".join(f"{axis} {manifest.strategy.get(axis, 1)}" for axis in ("pp", "dp", "tp"))
     files = counted(len(manifest.files), "file", "files")
     used = "can be started from" if manifest.state.get(WEIGHTS_ALONE) else "resumes"
     lines = [
         f"{folder}: step {manifest.step}, {manifest.num_bytes / 1e6:,.1f} MB in {files}",
-        f"  {len(weights)} weights and {len(manifest.tensors) - len(weights)} moments of {manifest.model['family']}: {model}",
+        f"  {counts} of {manifest.model['family']}: {model}",
         f"  written under {degrees} {manifest.strategy.get('file', '')}".rstrip(),
         *(f"  {part}: {_shortened(str(values))}" for part, values in manifest.state.items() if values),
         f"  versions: {manifest.versions}",

@@ -16,6 +16,7 @@ from sporeloom.checkpoint.manifest import read_manifest
 from sporeloom.checkpoint.published_folder import refuse_published
 from sporeloom.checkpoint.reshard import export, export_merged, find_checkpoint
 from sporeloom.core.command_line import Overwrite, argument, check_numbers, option, output_argument, parse_args
+from sporeloom.core.errors import ConfigError
 from sporeloom.core.numbers import Positive
 from sporeloom.core.outputs import replacing
 from sporeloom.models.adapters import is_adapter_folder
@@ -25,6 +26,7 @@ from sporeloom.models.adapters import is_adapter_folder
 class ExportConfig(Overwrite):
     input: Path = argument("checkpoint to read")
     output: Path = output_argument("folder to write")
+    ema: bool = option(False, "export the moving averages of the weights, of a run with --ema-decay")
     max_shard_mb: Positive = option(
         5000.0, "maximum size of a file in megabytes; a larger tensor gets a file of its own"
     )
@@ -33,6 +35,8 @@ class ExportConfig(Overwrite):
 def main(argv: Sequence[str]) -> int:
     config = parse_args(ExportConfig, __doc__, argv)
     check_numbers(config)
+    if config.ema and is_adapter_folder(config.input):
+        raise ConfigError(f"--ema: {config.input} holds adapters without averages; give a training checkpoint")
     if is_adapter_folder(config.input):
         with replacing(config):
             num_bytes = export_merged(config.input, config.output, int(config.max_shard_mb * 1e6))
@@ -42,6 +46,7 @@ def main(argv: Sequence[str]) -> int:
     source = find_checkpoint(config.input)
     check_contents(read_manifest(source), source)
     with replacing(config):
-        num_bytes = export(source, config.output, int(config.max_shard_mb * 1e6))
-    print(f"{config.output}: {num_bytes / 1e6:,.1f} MB of weights from {source}")
+        num_bytes = export(source, config.output, int(config.max_shard_mb * 1e6), config.ema)
+    what = "averaged weights" if config.ema else "weights"
+    print(f"{config.output}: {num_bytes / 1e6:,.1f} MB of {what} from {source}")
     return 0

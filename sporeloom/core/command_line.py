@@ -92,6 +92,14 @@ class _Parser(argparse.ArgumentParser):
         return read
 
 
+class _Several(argparse.Action):
+    """Collect the values of a flag that may be repeated; the default and a run file's values are replaced."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        given = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, [*(given if isinstance(given, list) else ()), *values])
+
+
 ALL_FLAGS = "--help-all"
 METAVARS: dict[type, str] = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
 """Placeholders of values in help texts, by type."""
@@ -244,7 +252,8 @@ def _parser(kind: type[Any], description: str, words: Sequence[str]) -> _Parser:
         else:
             metavar = choices or METAVARS.get(hint, hint.__name__.upper())
             reads = parser.reads(flag, hint)
-            group.add_argument(flag, type=reads, nargs="+" if many else None, metavar=metavar, **shared)
+            several: dict[str, Any] = {"nargs": "+", "action": _Several} if many else {}
+            group.add_argument(flag, type=reads, metavar=metavar, **several, **shared)
     if num_hidden:
         parser.epilog = f"{num_hidden} more flags: {ALL_FLAGS}"
     places = [action.metavar or "" for action in parser._actions if not action.option_strings]

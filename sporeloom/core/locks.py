@@ -56,6 +56,23 @@ def one_writer(target: Path, is_folder: bool = True) -> Iterator[None]:
         os.close(handle)
 
 
+def is_being_written(folder: Path) -> bool:
+    """Whether a process has locked `folder` as its writer; never on file systems that know no locks."""
+    try:
+        handle = os.open(folder / WRITER, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+    return False
+
+
 def try_lock(path: Path) -> int | None:
     """Open a file, created if it does not exist, that only this process has locked; None if another process has.
 

@@ -119,6 +119,18 @@ class Loader:
         arrangement = self.datasets[drawn.datasets[number]].arrangement
         return arrangement.pieces(int(drawn.epochs[number]), int(drawn.samples[number]))
 
+    def source(self, step: int, row: int) -> tuple[Dataset, Ints]:
+        """Dataset of a row of `step`, and the parts of its token file that the row is made of, its last label
+        included: (n, 2), starts and ends."""
+        drawn, length = self.drawn(step), self.sizes.of_step(step)[1]
+        number, part = divmod(row, self.sizes.longest // length)
+        pieces = self._pieces(drawn, number)
+        lengths = pieces[:, 1] - pieces[:, 0]
+        before = np.cumsum(lengths) - lengths
+        window = part * length, (part + 1) * length + 1
+        starts, stops = (pieces[:, 0] + np.clip(place - before, 0, lengths) for place in window)
+        return self.datasets[drawn.datasets[number]], np.stack([starts, stops], axis=1)[starts < stops]
+
     def batch(self, step: int) -> Batch:
         """Inputs of `step`; the loss weights count the global batch, also where only some rows are read."""
         drawn = self.drawn(step)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,16 @@ class TokenFile:
     def document(self, number: int) -> NDArray[Any]:
         """Tokens of a document, without the one that ends it."""
         return self.tokens[self.ends[number - 1] if number else 0 : self.ends[number] - 1]
+
+    def documents_in(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Documents of the tokens from `start` to `stop`: (number, first token, end), the latter two counted within the
+        document, whose last token ends it."""
+        while start < stop:
+            number = int(np.searchsorted(self.ends, start, "right"))
+            begin = int(self.ends[number - 1]) if number else 0
+            end = int(self.ends[number]) if number < len(self.ends) else self.info.num_tokens  # of records: not ended
+            yield number, start - begin, min(stop, end) - begin
+            start = end
 
     def num_samples(self, seq_len: int) -> int:
         """Samples of seq_len+1 tokens; each but the first of a stream begins with the last token of the one before."""

@@ -33,6 +33,7 @@ from sporeloom.train.flags import (
     DEFAULT_FOLDER,
     CheckpointFlags,
     DataFlags,
+    EMAFlags,
     FaultFlags,
     ModelFlags,
     OptimizerFlags,
@@ -46,6 +47,7 @@ from sporeloom.train.loss_scale import FLOAT16_INITIAL
 from sporeloom.train.schedule_flags import ScheduleFlags
 from sporeloom.train.schedules import learning_rate
 from sporeloom.train.spikes import parse_steps
+from sporeloom.train.tracking_flags import TrackingFlags
 
 MAX_TOKENS = 1 << 28
 """Maximum number of tokens in one step: more are a typing error."""
@@ -55,10 +57,12 @@ MAX_LENGTHS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(
+    TrackingFlags,
     CheckpointFlags,
     FaultFlags,
     PrecisionFlags,
     ScheduleFlags,
+    EMAFlags,
     OptimizerFlags,
     ParallelFlags,
     ModelFlags,
@@ -188,6 +192,7 @@ def check(config: TrainingConfig, num_processes: int | None) -> Run:
         config = problems.of(_with_own_tokenizer, config, family) or config
     problems += _own_problems(config)
     problems += config.problems()
+    problems += config.tracking_problems()
     strategy = problems.of(load_strategy, config.strategy) if config.strategy else SINGLE_DEVICE
     if config.tokenizer and not config.tokenizer.exists():
         problems.append(f"--tokenizer {config.tokenizer}: there is no such tokenizer")
@@ -212,6 +217,8 @@ def check(config: TrainingConfig, num_processes: int | None) -> Run:
     if strategy:
         problems += _strategy_problems(config, strategy, model, sizes, num_processes)
         problems += adapter_problems(strategy) if lora else []
+    if config.certificate and config.ema_decay:
+        problems.append(f"--certificate {config.certificate}: it covers runs without --ema-decay; leave either out")
     if config.certificate and model and strategy:
         problems.of(_check_certificate, config, config.certificate, family, model, strategy, seq_len, lora)
     groups = problems.of(_groups, config, model, lora) if model and config.parameter_groups else None
@@ -385,6 +392,7 @@ def _strategy_problems(
     """Check the strategy against everything else."""
     yield from _optimizer_problems(config, strategy)
     yield from config.strategy_problems(strategy)
+    yield from config.ema_problems(strategy)
     yield from launch_problems(strategy, num_processes) if num_processes is not None else []
     yield from model_problems(strategy, model) if model else []
     if config.samples_texts and strategy.mesh.cp > 1:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -10,6 +11,7 @@ from typing import ClassVar, Literal
 from sporeloom.core.command_line import option, run_file
 from sporeloom.core.numbers import Count, Natural, NotNegative, Positive, Rate
 from sporeloom.models.config import AttentionKernel, ComputeDtype
+from sporeloom.strategy.config import Strategy
 from sporeloom.strategy.flags import StrategyFlags
 
 Optimizer = Literal["adamw-original", "adamw", "muon", "sgd", "adafactor", "adafactor-factored"]
@@ -47,6 +49,11 @@ class RunFlags:
     def best_dir(self) -> Path:
         """Folder of the model with the lowest validation loss."""
         return self.output_dir / "best_checkpoint"
+
+    @property
+    def ema_dir(self) -> Path:
+        """Folder of the moving averages of the weights, as a model."""
+        return self.output_dir / "ema_checkpoint"
 
     @property
     def states_dir(self) -> Path:
@@ -154,6 +161,35 @@ class OptimizerFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EMAFlags:
+    """Moving averages of the weights."""
+
+    heading: ClassVar[str] = "optimizer"
+
+    ema_decay: Rate = option(
+        0.0,
+        "decay of the exponential moving average (EMA) of the weights, such as 0.999; the averages are written to "
+        "ema_checkpoint of the output folder; 0: none",
+    )
+
+    def ema_problems(self, strategy: Strategy) -> Iterator[str]:
+        """List the problems of these flags under a strategy."""
+        if self.ema_decay and strategy.mesh.size > 1 and not strategy.is_spmd:
+            yield (
+                f"{strategy.at('engine')}: --ema-decay {self.ema_decay:g} is for engine: spmd, not for MindSpore's "
+                "partitioner; change either"
+            )
+        if not getattr(self, "validate_ema", False):
+            return
+        if not self.ema_decay:
+            yield "--validate-ema: there are no averages without --ema-decay; give it, too"
+        if not getattr(self, "validation_data", ()):
+            yield "--validate-ema: there is nothing to validate with; give --validation-data NAME=PATH, too"
+        if strategy.mesh.pp > 1:
+            yield f"{strategy.at('mesh.pp')}: --validate-ema is for runs without a pipeline; leave it out"
+
+
+@dataclass(frozen=True, kw_only=True)
 class ValidationFlags:
     """Losses of texts that are not trained on, and what follows from them."""
 
@@ -172,6 +208,9 @@ class ValidationFlags:
     )
     keep_best: bool = option(
         False, "keep the model with the lowest validation loss in best_checkpoint of the output folder"
+    )
+    validate_ema: bool = option(
+        False, "with --ema-decay: compute the losses of the moving averages of the weights, too"
     )
 
 

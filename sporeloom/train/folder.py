@@ -26,9 +26,11 @@ OWN = (
     "checkpoints",
     "checkpoint",
     "best_checkpoint",
+    "ema_checkpoint",
     "config.json",
     "metrics.jsonl",
     "summary.json",
+    "history.json",
     "tensorboard",
     "reference.npy",
 )

@@ -1,23 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of each step: a line of metrics.jsonl, scalars for TensorBoard, the progress bar."""
+"""Metrics of each step: a line of metrics.jsonl, the trackers, the progress bar."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import sys
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import mindspore as ms  # noqa: F401  before TensorBoard: it chooses the implementation of protobuf for the process
 import numpy as np
 from numpy.typing import NDArray
-from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from tqdm import tqdm
 
 from sporeloom.core.errors import ConfigError
@@ -25,6 +20,7 @@ from sporeloom.core.files import write_text_atomically
 from sporeloom.core.json_text import json_text
 from sporeloom.core.lines import file_lines
 from sporeloom.models.config import ExpertConfig
+from sporeloom.train.trackers import Tracker
 
 SHOWN = {
     "dropped_tokens": "{} dropped",
@@ -51,6 +47,14 @@ class StepMetrics:
     """Tokens per second of all devices together."""
     loss_scale: float | None = None
     """Loss scale of this step, where there is one."""
+    tokens_per_s_per_device: float | None = None
+    """Tokens per second divided by the number of devices."""
+    flops_per_s_per_device: float | None = None
+    """FLOP/s of one device: forward and backward pass of the model, without recomputation."""
+    mfu: float | None = None
+    """Model FLOPs utilization: these FLOP/s as a fraction of the peak of `--chip`."""
+    hfu: float | None = None
+    """Hardware FLOPs utilization: the same with recomputed FLOPs."""
     more: Mapping[str, Any] = field(default_factory=dict)
     """Further metrics of the task."""
 
@@ -92,16 +96,17 @@ def _lines_up_to(step: int, path: Path) -> list[str]:
 class MetricsWriter:
     """Writes the metrics of one run; used by one rank. A context manager.
 
-    `steps_done`: of a run that is resumed; what was noted of later steps is taken back.
+    `steps_done`: of a run that is resumed; what was noted of later steps is taken back. `trackers`: they get the metrics,
+    too, and raise nothing.
     """
 
-    def __init__(self, folder: Path, total_steps: int, steps_done: int = 0):
+    def __init__(self, folder: Path, total_steps: int, steps_done: int = 0, trackers: Sequence[Tracker] = ()):
         folder.mkdir(parents=True, exist_ok=True)
         self._path = path = folder / "metrics.jsonl"
         kept = _lines_up_to(steps_done, path) if steps_done and path.exists() else []
         write_text_atomically(path, "".join(line + "\n" for line in kept))
         self._lines = path.open("a", encoding="utf-8")
-        self._events = EventFileWriter(str(folder / "tensorboard"))
+        self._trackers = trackers
         self._bar = tqdm(
             total=total_steps,
             initial=steps_done,
@@ -120,8 +125,8 @@ class MetricsWriter:
         except OSError as error:
             raise ConfigError(f"{self._path}: step {metrics.step} cannot be written: {error.strerror}") from None
         step = values.pop("step")
-        summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
-        self._events.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+        for tracker in self._trackers:
+            tracker.log(step, values)
         told = "".join(f", {text.format(metrics.more[name])}" for name, text in SHOWN.items() if name in metrics.more)
         told += "" if metrics.loss_scale is None else f", scale {metrics.loss_scale:g}"
         self._bar.set_postfix_str(f"loss {metrics.loss:.4f}{told}, {metrics.tokens_per_s:.0f} tokens/s", refresh=False)
@@ -134,9 +139,9 @@ class MetricsWriter:
     def __enter__(self) -> MetricsWriter:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._bar.close()
-        with contextlib.suppress(OSError):  # what is not written was reported above, or is TensorBoard's alone
-            self._events.close()
-        with contextlib.suppress(OSError):
+        for tracker in self._trackers:
+            tracker.finish(has_failed=kind is not None)
+        with contextlib.suppress(OSError):  # what is not written was reported above
             self._lines.close()

@@ -12,13 +12,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import mindspore as ms
+
 from sporeloom.core.files import write_text_atomically
 from sporeloom.core.json_text import json_text
+from sporeloom.runtime.engine import Engine
+from sporeloom.train.utilization import StepFlops, Utilization
 
 Activity = Literal["compile", "data", "compute", "validation", "checkpoint"]
 FILE = "summary.json"
 RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 """Bytes in the unit of ru_maxrss."""
+BYTES_IN_MIB = 1 << 20
 
 
 @dataclass
@@ -29,6 +34,8 @@ class RunTimes:
     seconds: dict[Activity, float] = field(default_factory=dict)
     tokens: int = 0
     """Tokens of all steps of this process, those of all devices together."""
+    flops: StepFlops | None = StepFlops(0.0, 0.0)
+    """FLOPs of all these steps on a device; None: not all are counted."""
     steps: int = 0
 
     @contextlib.contextmanager
@@ -40,33 +47,89 @@ class RunTimes:
         finally:
             self.seconds[activity] = self.seconds.get(activity, 0.0) + time.perf_counter() - begin
 
-    def summary(self, peak_memory_bytes: int) -> dict[str, Any]:
-        """The values of summary.json: times in seconds, throughput while computing, memory of the largest process."""
+    def add_step(self, tokens: int, flops: StepFlops | None) -> None:
+        """Count a step."""
+        self.steps += 1
+        self.tokens += tokens
+        self.flops = self.flops + flops if self.flops and flops else None
+
+    def summary(self, utilization: Utilization) -> dict[str, Any]:
+        """Values of summary.json: times in seconds, and throughput while computing."""
         total = time.perf_counter() - self.began
         split = {name: round(seconds, 3) for name, seconds in self.seconds.items()}
         computing = self.seconds.get("compute", 0.0)
+        rates = utilization.rates(self.tokens, self.flops, computing) if computing else {}
         return {
             "steps": self.steps,
             "tokens": self.tokens,
             "total_s": round(total, 3),
             "time_s": {**split, "other": round(total - sum(self.seconds.values()), 3)},
             "tokens_per_s": round(self.tokens / computing, 3) if computing else None,
-            "goodput": round(computing / total, 4),
-            "peak_memory_bytes": peak_memory_bytes,
+            **{name: float(f"{value:.6g}") for name, value in rates.items()},
         }
 
 
-def peak_memory_bytes() -> int:
-    """The most memory that this process has had in use, on the host."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT
+@dataclass(frozen=True)
+class PeakMemory:
+    """The most memory that processes have had in use, in MiB: ranks compare 32-bit integers on devices."""
+
+    host: int
+    device: int
+    """The part in the memory pool of MindSpore; 0 on CPUs."""
+
+    @classmethod
+    def of_process(cls) -> PeakMemory:
+        host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT
+        device: int = ms.runtime.max_memory_allocated()
+        return cls(host // BYTES_IN_MIB, device // BYTES_IN_MIB)
+
+    def over_ranks(self, engine: Engine) -> dict[str, int]:
+        """Values of summary.json: memory of the largest process and of all, in bytes. All ranks take part."""
+        found = {
+            "peak_memory_bytes": engine.max_over_ranks(self.host),
+            "total_memory_bytes": round(engine.sum_over_ranks(self.host)),
+            "peak_device_memory_bytes": engine.max_over_ranks(self.device),
+        }
+        return {name: mib * BYTES_IN_MIB for name, mib in found.items() if mib}
 
 
 def describe(summary: dict[str, Any]) -> str:
     """One line for the log."""
     total, split = summary["total_s"], summary["time_s"]
     parts = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in split.items())
-    rate = f"{summary['tokens_per_s']:,.0f} tokens/s while computing, " if summary["tokens_per_s"] else ""
-    return f"{total:,.1f} s: {parts}; {rate}{summary['peak_memory_bytes'] / 1e9:.2f} GB in the largest process"
+    return "; ".join([f"{total:,.1f} s: {parts}", ", ".join(_rates(summary)), ", ".join(_more(summary))])
+
+
+def _rates(summary: dict[str, Any]) -> Iterator[str]:
+    """Throughput in words, for all devices and for each."""
+    if summary["tokens_per_s"] is None:
+        return
+    yield f"{summary['tokens_per_s']:,.0f} tokens/s while computing"
+    if (each := summary["tokens_per_s_per_device"]) < 0.75 * summary["tokens_per_s"]:  # more than one
+        yield f"{each:,.0f} of each device"
+    if flops := summary.get("flops_per_s_per_device"):
+        yield f"{_with_unit(flops)}FLOP/s of each device"
+    if "mfu" in summary:
+        yield f"MFU {summary['mfu']:.1%}"
+        yield f"HFU {summary['hfu']:.1%}"
+
+
+def _more(summary: dict[str, Any]) -> Iterator[str]:
+    """Goodput and memory in words."""
+    if (goodput := summary.get("goodput")) is not None:
+        restarts = f" over {summary['starts']} starts" if summary["starts"] > 1 else ""
+        yield f"goodput {goodput:.0%}{restarts}"
+    if device := summary.get("peak_device_memory_bytes"):
+        yield f"{device / 1e9:.2f} GB on the fullest device"
+    yield f"{summary['peak_memory_bytes'] / 1e9:.2f} GB in the largest process"
+
+
+def _with_unit(value: float) -> str:
+    """Three digits and a prefix: `41.3 T`."""
+    for prefix, unit in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if value >= unit:
+            return f"{value / unit:.3g} {prefix}"
+    return f"{value:.3g} "
 
 
 def write_summary(folder: Path, summary: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn
 
-from sporeloom.checkpoint.contents import FACTORED, MOMENTS, check_contents, state_shape
+from sporeloom.checkpoint.contents import AVERAGES, BESIDE_WEIGHTS, FACTORED, MOMENTS, check_contents, state_shape
 from sporeloom.checkpoint.manifest import LATEST, MANIFEST, Manifest, checkpoints, read_manifest
 from sporeloom.checkpoint.model_folder import check_shapes, open_weights
 from sporeloom.checkpoint.sharded import (
@@ -40,11 +40,11 @@ from sporeloom.runtime.engine import Engine
 from sporeloom.runtime.spmd.program import Source
 
 WEIGHTS = "model."
-STATES = (WEIGHTS, "value_head.", *MOMENTS)
+STATES = (WEIGHTS, "value_head.", *BESIDE_WEIGHTS)
 """Prefixes of the parameter names that make up the training state."""
 ACCUMULATED = "accu_grads."
 """Prefix of accumulated gradients, which are 0 between steps."""
-BEGIN_AS_ZEROS = (*MOMENTS, ACCUMULATED)
+BEGIN_AS_ZEROS = (*BESIDE_WEIGHTS, ACCUMULATED)
 TEXT_BYTES = 1024
 
 
@@ -70,7 +70,7 @@ def state_parameters(cell: nn.Cell) -> dict[str, Parameter]:
 def _state_shape(name: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] | None:
     """Shape of a parameter, or of its state for an optimizer that factors its second moments; by the shapes of
     parameters."""
-    prefix = next((moment for moment in MOMENTS if name.startswith(moment)), "")
+    prefix = next((moment for moment in BESIDE_WEIGHTS if name.startswith(moment)), "")
     shape = shapes[name.removeprefix(prefix)]
     return state_shape(prefix, shape, True) if prefix else shape
 
@@ -343,6 +343,37 @@ def start_from(
     wanted = [name for name in shapes if not (only_frozen and parameters[name].requires_grad)]
     held = {name: engine.held_slices(parameters[name].name, shapes[name]) for name in wanted}
     _hold_all([(parameters[name], held[name], partial(weights.read, name)) for name in wanted], engine)
+
+
+def begin_averages(cell: nn.Cell, engine: Engine, report: Report) -> None:
+    """Set the averages of weights to the weights, each rank the shards that it holds."""
+    parameters = {parameter.name: parameter for parameter in cell.get_parameters()}
+    parts: list[Part] = []
+    for name, average in parameters.items():
+        if name.startswith(AVERAGES):
+            weight = parameters[name.removeprefix(AVERAGES)]
+            slices = engine.held_slices(name, tuple(report.of(name).global_shape))
+            parts.append((average, slices, lambda _, weight=weight: weight.asnumpy().copy()))  # type: ignore[misc]
+    _hold_all(parts, engine)
+
+
+@contextlib.contextmanager
+def averaged_weights(cell: nn.Cell) -> Iterator[None]:
+    """Let the weights be their averages, and afterwards what they were. Takes a copy in host memory. Not in a pipeline."""
+    parameters = {parameter.name: parameter for parameter in cell.get_parameters()}
+    averages = {name.removeprefix(AVERAGES): parameters[name] for name in parameters if name.startswith(AVERAGES)}
+    before = {name: parameters[name].asnumpy().copy() for name in averages}
+
+    def give(values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            weight = parameters[name]
+            weight.set_data(Tensor(value, dtype=weight.dtype), slice_shape=weight.sliced)
+
+    give({name: average.asnumpy().copy() for name, average in averages.items()})
+    try:
+        yield
+    finally:
+        give(before)
 
 
 Part = tuple[Parameter, tuple[slice, ...] | None, Callable[[tuple[slice, ...]], Any]]

@@ -10,7 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
 from typing import Any
 
-from sporeloom.checkpoint.contents import FACTORED, MOMENTS
+from sporeloom.checkpoint.contents import BESIDE_WEIGHTS, FACTORED
 from sporeloom.checkpoint.sharded import file_name
 from sporeloom.checkpoint.shards import Shard, whole
 from sporeloom.core.errors import ConfigError
@@ -38,7 +38,7 @@ def shards_for(
         parts = pool.submit(_predicted_parts, family, model, strategy).result()
     found = {}
     for name, shape in shapes.items():
-        prefix = next((moment for moment in MOMENTS if name.startswith(moment)), "")
+        prefix = next((moment for moment in BESIDE_WEIGHTS if name.startswith(moment)), "")
         if prefix in FACTORED:  # unsharded on every rank
             found[name] = [(file_name(0), whole(shape))]
         else:

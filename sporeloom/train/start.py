@@ -31,7 +31,9 @@ from sporeloom.runtime.engine import Engine
 from sporeloom.runtime.spmd.drawing import drawing_later
 from sporeloom.train.adafactor import Adafactor
 from sporeloom.train.config import Run, is_sharded
+from sporeloom.train.ema import WithAverages
 from sporeloom.train.groups import Scales
+from sporeloom.train.history import History
 from sporeloom.train.loss_scale import LossScale
 from sporeloom.train.muon import ITERATIONS, Muon
 from sporeloom.train.optim import SGD, AdamW
@@ -39,6 +41,7 @@ from sporeloom.train.run_summary import RunTimes
 from sporeloom.train.saving import BEGIN_AS_ZEROS, WEIGHTS, leave_undrawn
 from sporeloom.train.spikes import SpikeGuard
 from sporeloom.train.task import Task
+from sporeloom.train.utilization import Utilization
 from sporeloom.train.validation import Validation
 
 
@@ -51,15 +54,18 @@ class Training:
     task: Task
     report: Report
     step: TrainStep
-    optimizer: AdamW | SGD | Adafactor | Muon
+    optimizer: AdamW | SGD | Adafactor | Muon | WithAverages
     batches: Prefetcher[list[NDArray[Any]]]
     """Inputs of each step, made ahead."""
     loss_scale: LossScale | None
+    utilization: Utilization
     guard: SpikeGuard | None = None
     """Handler of loss spikes, which leads back to a checkpoint."""
     validation: Validation | None = None
     """Losses of validation sets, where the run has some."""
     times: RunTimes = dataclasses.field(default_factory=RunTimes)
+    history: History | None = None
+    """Starts of the run; the logging rank has it."""
     compiled: set[tuple[int, ...]] = dataclasses.field(default_factory=set)
     """Batch shapes that graphs are compiled for."""
     updates: int = 0
@@ -144,6 +150,10 @@ def _check_target(run: Run, engine: Engine) -> None:
         raise ConfigError("attention flash: Ascend has it for float16 and bfloat16; give --compute-dtype")
     if engine.target == "GPU" and run.model.attention == "flash":
         raise ConfigError("attention flash: MindSpore has it for Ascend alone; write plain")
+    if engine.target == "CPU" and run.config.chip:
+        raise ConfigError(
+            f"--chip {run.config.chip}: this process computes on CPUs, whose peak is unknown; leave it out"
+        )
 
 
 def _told_of_attention(engine: Engine, net: nn.Cell) -> str:
@@ -182,7 +192,9 @@ def _build_step(run: Run, engine: Engine, task: Task, net: nn.Cell, report: Repo
     config = run.config
     in_parts = engine.partitions_itself
     with no_init_parameters() if in_parts else contextlib.nullcontext():
-        optimizer = _optimizer(run, engine, net, report)
+        optimizer: Any = _optimizer(run, engine, net, report)
+        if config.ema_decay:
+            optimizer = WithAverages(optimizer, config.ema_decay)
         step = TrainStep(
             wrap(net, run.strategy, config.accumulate),
             optimizer,
@@ -208,8 +220,9 @@ def _build_step(run: Run, engine: Engine, task: Task, net: nn.Cell, report: Repo
     if run.loss_scale is not None:
         scale = LossScale(run.loss_scale, config.loss_scale_factor, config.loss_scale_window, config.max_skipped_steps)
     batches = Prefetcher(task.inputs, config.steps)
+    utilization = Utilization(run, engine.target)
     guard = SpikeGuard(config.rewind_at_spike, config.spike_window) if config.rewind_at_spike else None
-    return Training(run, engine, task, report, step.set_train(), optimizer, batches, scale, guard)
+    return Training(run, engine, task, report, step.set_train(), optimizer, batches, scale, utilization, guard)
 
 
 def _optimizer(run: Run, engine: Engine, net: nn.Cell, report: Report) -> AdamW | SGD | Adafactor | Muon:
@@ -283,6 +296,7 @@ def optimizer_settings(run: Run) -> dict[str, Any]:
         "adam_epsilon": config.adam_epsilon,
         "weight_decay": config.weight_decay,
         "max_grad_norm": config.max_grad_norm,
+        "ema_decay": config.ema_decay,
         "parameter_groups": run.groups and run.groups.settings(),
         **config.schedule_settings(),
     }

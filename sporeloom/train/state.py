@@ -24,7 +24,7 @@ from sporeloom.train.start import Training, adapter_settings, compile_for, optim
 
 UNSAID = {
     **{"schedule": "cosine", "random_ltd": None, "packing": "stream", "curriculum": None},
-    **{"advantage": "group", "reward_kl_coef": 0.0},
+    **{"advantage": "group", "reward_kl_coef": 0.0, "ema_decay": 0.0},
 }
 """Values of settings that checkpoints of earlier releases do not name."""
 SCHEDULE = ("learning_rate", "min_learning_rate", "warmup_steps", "decay_steps")
@@ -152,7 +152,7 @@ def _take_up(training: Training, folder: Path, manifest: Manifest) -> None:
 
 
 def rewind(training: Training, guard: SpikeGuard, saver: Saver, step: int) -> None:
-    """Return to the state of a checkpoint after a spike at `step`. All ranks take part.
+    """Return to the state of a checkpoint after a spike at `step`, and record it. All ranks take part.
 
     Raises:
         ConfigError: there is none to go back to.
@@ -166,6 +166,8 @@ def rewind(training: Training, guard: SpikeGuard, saver: Saver, step: int) -> No
     engine.barrier()
     found, manifest = newest_complete(folder, engine)
     _take_up(training, found, manifest)
+    if training.history:
+        training.history.rewind(training.run.config.output_dir, manifest.step + 1, step)
     training.say(f"step {step}: a spike of the loss; back to {found}, without steps {manifest.step + 1}-{step}")
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import shutil
 import time
@@ -25,19 +26,20 @@ from sporeloom.runtime.environment import is_first_process
 from sporeloom.train.config import Run
 from sporeloom.train.export import trained_shapes, write_model
 from sporeloom.train.folder import clear, point_to
+from sporeloom.train.history import History
 from sporeloom.train.metrics import MetricsWriter, StepMetrics
 from sporeloom.train.optim import set_number
 from sporeloom.train.rerun import run_twice
-from sporeloom.train.run_summary import describe, peak_memory_bytes, write_summary
-from sporeloom.train.saving import Saver, start_from, versions
+from sporeloom.train.run_summary import PeakMemory, describe, write_summary
+from sporeloom.train.saving import Saver, averaged_weights, begin_averages, start_from, versions
 from sporeloom.train.spikes import parse_steps
 from sporeloom.train.start import Training, compile_for, start
 from sporeloom.train.state import SCHEDULE, make_saver, resume, rewind
+from sporeloom.train.tensorboard import TensorBoard
+from sporeloom.train.trackers import GuardedTracker, TrackedRun, Tracker, open_trackers
 from sporeloom.train.validation import Validation
 
 FLOAT32_BYTES = 4
-BYTES_IN_MIB = 1 << 20
-"""Memory is compared between ranks in MiB, as 32-bit integers on devices."""
 LEFTOVERS = (
     ".checkpoint_parts-*",
     ".*checkpoint.*.partial",
@@ -59,6 +61,7 @@ def train(run: Run) -> Path | None:
     with one_writer(run.config.output_dir):
         recover_folder(run.config.checkpoint_dir)
         recover_folder(run.config.best_dir)
+        recover_folder(run.config.ema_dir)
         for pattern in LEFTOVERS:
             for path in run.config.output_dir.glob(pattern):
                 remove(path)
@@ -67,6 +70,7 @@ def train(run: Run) -> Path | None:
 
 
 def _train(run: Run) -> Path | None:
+    began = time.time()
     training = start(run)
     run, config = training.run, training.run.config
     steps_done = resume(training) if config.resume else 0
@@ -86,11 +90,15 @@ def _train(run: Run) -> Path | None:
             only_frozen=bool(config.resume),
         )
         training.say(f"weights from {config.from_checkpoint}")
+    if config.ema_decay and not steps_done:
+        begin_averages(training.step, training.engine, training.report)
     if steps_done < config.steps:
         training.task.begin(training.step, steps_done)
     saver = make_saver(training, steps_done)  # after the schedule of the resumed run is known
     if training.engine.is_log_rank:
-        with MetricsWriter(config.output_dir, config.steps, steps_done) as writer:
+        training.history = History.begin(config.output_dir, began, steps_done, bool(config.resume))
+        trackers = _trackers(training, training.history, steps_done)
+        with MetricsWriter(config.output_dir, config.steps, steps_done, trackers) as writer:
             done, first, last = run_steps(training, writer, saver, steps_done)
     else:
         done, first, last = run_steps(training, None, saver, steps_done)
@@ -111,17 +119,40 @@ def _train(run: Run) -> Path | None:
         training.say(f"stopped early after step {done}: {training.validation.best.describe()}")
     with training.times.measure("checkpoint"):
         _write(training, config.checkpoint_dir, saver)
+        if config.ema_decay:
+            _write(training, config.ema_dir, saver, averaged=True)
     _summarize(training)
     training.say(f"checkpoint in {config.checkpoint_dir}")
     return config.checkpoint_dir
 
 
+def _trackers(training: Training, history: History, steps_done: int) -> list[Tracker]:
+    """Begin the run in TensorBoard and at the trackers of its configuration."""
+    run, config = training.run, training.run.config
+    tracked = TrackedRun(
+        project=config.project or "sporeloom",
+        name=config.run_name or config.output_dir.resolve().name or "run",
+        id=history.id,
+        folder=config.output_dir,
+        settings=json.loads(json_text(_settings(run))),
+        steps_done=steps_done,
+    )
+    return [GuardedTracker("TensorBoard", lambda: TensorBoard(tracked)), *open_trackers(config.tracker, tracked)]
+
+
 def _summarize(training: Training) -> None:
     """Log the time, throughput and memory of the run, and write them to its folder."""
-    peak = training.engine.max_over_ranks(peak_memory_bytes() // BYTES_IN_MIB)
-    if training.engine.is_log_rank and training.times.steps:
-        summary = training.times.summary(peak * BYTES_IN_MIB)
-        write_summary(training.run.config.output_dir, summary)
+    memory = PeakMemory.of_process().over_ranks(training.engine)
+    history, folder = training.history, training.run.config.output_dir
+    if history and training.times.steps:
+        goodput = history.goodput(folder)
+        summary = {
+            **training.times.summary(training.utilization),
+            "starts": len(history.starts),
+            "goodput": None if goodput is None else round(goodput, 4),
+            **memory,
+        }
+        write_summary(folder, summary)
         training.say(describe(summary))
 
 
@@ -193,11 +224,11 @@ def _one_step(training: Training, step: int) -> StepMetrics:
     batch_size, length = run.sizes.of_step(step - 1)
     more = training.task.metrics(step - 1, counts[0].asnumpy() if counts else None)
     norm_or_none = values[1] if is_fine else None
-    tokens = batch_size * length / seconds
-    training.times.steps += 1
-    training.times.tokens += batch_size * length
+    tokens, flops = batch_size * length, training.utilization.of_step(batch_size, length)
+    training.times.add_step(tokens, flops)
     told_loss = math.nan if is_lost else values[0]  # a spike, whatever the loss before the update was
-    return StepMetrics(step, told_loss, rate, norm_or_none, seconds, tokens, used_scale, more)
+    rates = training.utilization.rates(tokens, flops, seconds)
+    return StepMetrics(step, told_loss, rate, norm_or_none, seconds, tokens / seconds, used_scale, **rates, more=more)
 
 
 def _validated(training: Training, validation: Validation, metrics: StepMetrics, saver: Saver) -> StepMetrics:
@@ -205,8 +236,13 @@ def _validated(training: Training, validation: Validation, metrics: StepMetrics,
     config: Any = training.run.config
     with training.times.measure("validation"):
         losses = validation.losses()
+        if config.validate_ema:
+            with averaged_weights(training.step):
+                averaged = validation.losses()
+            losses |= {name.replace("/loss", "/ema_loss"): value for name, value in averaged.items()}
     told = ", ".join(f"{name} {losses[f'validation/{name}/loss']:.4f}" for name in validation.sets)
-    training.say(f"step {metrics.step}: validation loss {told}")
+    of_averages = f"; of averages {losses['validation/ema_loss']:.4f}" if config.validate_ema else ""
+    training.say(f"step {metrics.step}: validation loss {told}{of_averages}")
     if validation.best.follow(metrics.step, losses["validation/loss"]) and config.keep_best:
         _write(training, config.best_dir, saver)
         training.engine.barrier()  # a rank that went on would wait in a step for the one that writes
@@ -231,6 +267,7 @@ def _check_room(run: Run) -> None:
     copies = (
         1
         + getattr(config, "keep_best", False)
+        + (config.ema_decay > 0)
         + (config.save_every > 0 or config.save_minutes > 0) * (1 if config.optimizer == "sgd" else 2)
     )
     free, needed = shutil.disk_usage(config.output_dir).free, FLOAT32_BYTES * numbers * copies
@@ -241,14 +278,14 @@ def _check_room(run: Run) -> None:
         )
 
 
-def _write(training: Training, folder: Path, saver: Saver) -> None:
+def _write(training: Training, folder: Path, saver: Saver, averaged: bool = False) -> None:
     """Write the model to `folder`.
 
     Raises:
         ConfigError: it cannot be written.
     """
     try:
-        write_model(training, folder, saver.token)
+        write_model(training, folder, saver.token, averaged)
     except (OSError, SafetensorError) as error:
         raise ConfigError(_not_written(folder, error, saver)) from None
 
@@ -263,9 +300,9 @@ def _not_written(folder: Path, error: OSError | SafetensorError, saver: Saver) -
     return f"{told}{state} has its state: make room, then give the same command with --resume to write it"
 
 
-def _write_resolved(run: Run, report: Report) -> None:
-    """Write the settings that the run really used, next to its metrics."""
-    values: dict[str, Any] = {
+def _settings(run: Run) -> dict[str, Any]:
+    """The settings that the run really uses."""
+    return {
         # A run file that repeats it, from the beginning; what it was read from is all in it.
         "train": {
             k: str(v) if isinstance(v, Path) else v
@@ -276,7 +313,10 @@ def _write_resolved(run: Run, report: Report) -> None:
         "strategy": {k: v for k, v in dataclasses.asdict(run.strategy).items() if k not in ("rules", "lines")},
         "resolved": {name: getattr(run, name) for name in ("seq_len", *SCHEDULE)},
         "versions": versions(),
-        "parallel": report.to_dict(),
     }
-    text = json_text(values, indent=2, ensure_ascii=False) + "\n"
+
+
+def _write_resolved(run: Run, report: Report) -> None:
+    """Write the settings of the run and the shards of its parameters next to its metrics."""
+    text = json_text({**_settings(run), "parallel": report.to_dict()}, indent=2, ensure_ascii=False) + "\n"
     write_text_atomically(run.config.output_dir / "config.json", text)

@@ -56,7 +56,8 @@ def one_device(tmp_path_factory):
 def test_a_run_leaves_metrics_configuration_scalars_and_a_checkpoint(one_device):
     lines = [json.loads(line) for line in (one_device / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
-    assert set(lines[0]) == {"step", "loss", "learning_rate", "grad_norm", "step_time_s", "tokens_per_s"}
+    own = {"step", "loss", "learning_rate", "grad_norm", "step_time_s", "tokens_per_s"}
+    assert set(lines[0]) == {*own, "tokens_per_s_per_device", "flops_per_s_per_device"}
     assert lines[-1]["loss"] < lines[0]["loss"]
     resolved = json.loads((one_device / "config.json").read_text())
     assert resolved["train"]["steps"] == 6
@@ -67,6 +68,8 @@ def test_a_run_leaves_metrics_configuration_scalars_and_a_checkpoint(one_device)
         round(line["tokens_per_s"] * line["step_time_s"]) for line in lines
     )
     assert set(summary["time_s"]) == {"compile", "data", "compute", "checkpoint", "other"}
+    assert 0 < summary["goodput"] < 1 and summary["starts"] == 1
+    assert summary["total_memory_bytes"] == summary["peak_memory_bytes"]  # of one process
     config = json.loads((one_device / "checkpoint" / "config.json").read_text())
     assert config["family"] == "pangu"
     assert (one_device / "checkpoint" / "tokenizer.model").stat().st_size > 0

@@ -91,7 +91,7 @@ def test_validation_happens_every_so_many_steps_and_at_the_end(sets, tmp_path, v
     assert [line["step"] for line in lines(validated) if "validation/loss" in line] == [2, 4, 6]
     trained("--steps", 2, "--output-dir", tmp_path / "out", *sets)
     assert ["validation/loss" in line for line in lines(tmp_path / "out")] == [False, True]
-    events = b"".join(path.read_bytes() for path in (validated / "tensorboard").iterdir())
+    events = b"".join(path.read_bytes() for path in (validated / "tensorboard").rglob("events*"))
     assert events.count(b"validation/town/loss") == 3
 
 

@@ -178,3 +178,23 @@ def test_readme_commands_print_no_warning_without_glog_v(tmp_path):
     assert len(logs) == 2
     said += "".join(log.read_text() for log in logs)
     assert "[WARNING]" not in said
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--skip-steps", "3", "5-7"],
+        ["--skip-steps", "3", "--skip-steps", "5-7"],
+        ["--skip-steps=3", "--skip-steps=5-7"],
+    ],
+    ids=["once", "repeated", "with signs"],
+)
+def test_a_flag_with_several_values_may_be_repeated(words):
+    assert parse_args(TrainConfig, "", ["--data", TEXT, *words]).skip_steps == ("3", "5-7")
+
+
+def test_a_repeated_flag_replaces_the_values_of_the_run_file(tmp_path):
+    (tmp_path / "run.yaml").write_text(f"data: {TEXT}\nskip_steps: ['1', '2']\n")
+    run = ["--run", str(tmp_path / "run.yaml")]
+    assert parse_args(TrainConfig, "", run).skip_steps == ("1", "2")
+    assert parse_args(TrainConfig, "", [*run, "--skip-steps", "8"]).skip_steps == ("8",)

@@ -68,6 +68,7 @@ def training_of(norms, monkeypatch, skip_steps=(), scaled=True, optimizer=None):
         validation=None,
         updates=0,
         times=RunTimes(),
+        utilization=SimpleNamespace(of_step=lambda *_: None, rates=lambda *_: {}),
     )
 
 

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs as their folders record them: settings, metrics, and whether they are finished."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.lines import split_lines
+from sporeloom.core.locks import is_being_written
+from sporeloom.train.history import METRICS, History
+
+CONFIG, SUMMARY = "config.json", "summary.json"
+Points = list[tuple[int, float]]
+"""Values of a metric by step, finite ones only."""
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """A training run, read from its folder."""
+
+    folder: Path
+    settings: Mapping[str, Any]
+    """config.json; empty if it cannot be read."""
+    lines: list[dict[str, Any]]
+    """Metrics of its steps."""
+    history: History | None
+    status: str
+    """`finished`, `running` or `stopped`."""
+    began: float
+    """Seconds since 1970."""
+
+    @property
+    def _train(self) -> Mapping[str, Any]:
+        return self.settings.get("train") or {}
+
+    @property
+    def name(self) -> str:
+        return str(self._train.get("run_name") or self.folder.resolve().name)
+
+    @property
+    def model(self) -> str:
+        """Family and size, the file of the model's configuration, or the checkpoint that training began with."""
+        train = self._train
+        if "size" not in train:
+            return str(train.get("from_checkpoint") or "-")
+        return f"{train.get('model')} {Path(train['config']).stem if train.get('config') else train['size']}"
+
+    @property
+    def mesh(self) -> str:
+        """Degrees other than 1: `dp2 tp4`."""
+        mesh = (self.settings.get("strategy") or {}).get("mesh") or {}
+        degrees = [f"{axis}{mesh[axis]}" for axis in ("pp", "dp", "cp", "ep", "tp") if mesh.get(axis, 1) != 1]
+        return " ".join(degrees) or "1 device"
+
+    @property
+    def steps(self) -> int:
+        return self.lines[-1]["step"] if self.lines else 0
+
+    @property
+    def total_steps(self) -> int | None:
+        return self._train.get("steps")
+
+    def points(self, metric: str) -> Points:
+        """Values of a metric by step."""
+        return [(line["step"], float(line[metric])) for line in self.lines if _is_finite(line.get(metric))]
+
+    def last(self, metric: str) -> float | None:
+        points = self.points(metric)
+        return points[-1][1] if points else None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Median over the steps: the first one of a process is slower."""
+        values = [value for _, value in self.points("tokens_per_s")]
+        return statistics.median(values) if values else None
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def find_runs(folders: Iterable[Path]) -> list[RecordedRun]:
+    """Read the runs in `folders`, each the folder of a run or one that holds such folders; the oldest first.
+
+    Raises:
+        ConfigError: all folders that hold no run.
+    """
+    found: dict[Path, Path] = {}
+    problems = []
+    for folder in folders:
+        inside = [folder] if _is_run(folder) else _runs_in(folder)
+        if not inside:
+            what = "holds no run: neither it nor a folder in it has " if folder.is_dir() else "no folder with "
+            problems.append(f"{folder}: {what}{METRICS}")
+        found.update((path.resolve(), path) for path in inside)
+    if problems:
+        raise ConfigError(problems)
+    return sorted(map(_read, found.values()), key=lambda run: (run.began, run.name))
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / METRICS).is_file()
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    """Folders in a folder that are runs; out/latest is one of the others."""
+    if not folder.is_dir():
+        return []
+    return [path for path in sorted(folder.iterdir()) if not path.is_symlink() and _is_run(path)]
+
+
+def _read(folder: Path) -> RecordedRun:
+    try:
+        settings = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        settings = {}
+    history, metrics = History.read(folder), folder / METRICS
+    began = history.first_start if history else None
+    return RecordedRun(
+        folder=folder,
+        settings=settings if isinstance(settings, dict) else {},
+        lines=_metrics(metrics),
+        history=history,
+        status=_status(folder),
+        began=began if began is not None else metrics.stat().st_mtime,
+    )
+
+
+def _metrics(path: Path) -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl. The last one may be cut off: a run may be writing it.
+
+    Raises:
+        ConfigError: another line is not the metrics of a step.
+    """
+    try:
+        lines = split_lines(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            values = json.loads(line)
+            if not isinstance(values["step"], int):
+                raise TypeError
+        except (ValueError, TypeError, KeyError):
+            if number == len(lines):
+                break
+            raise ConfigError(f"{path}:{number}: not the metrics of a step") from None
+        found.append(values)
+    return found
+
+
+def _status(folder: Path) -> str:
+    if is_being_written(folder):
+        return "running"
+    summary = folder / SUMMARY
+    is_current = summary.is_file() and summary.stat().st_mtime >= (folder / METRICS).stat().st_mtime
+    return "finished" if is_current else "stopped"

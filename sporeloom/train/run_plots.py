@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs as a table and a plot of plain text."""
+
+from __future__ import annotations
+
+import string
+import time
+from collections.abc import Sequence
+from itertools import zip_longest
+
+from sporeloom.train.recorded import Points, RecordedRun
+
+MARKS = string.ascii_letters
+"""Marks of runs in the plot, in order; further ones are not drawn."""
+OVERLAP = "*"
+WIDTH, HEIGHT = 72, 16
+HEAD = ("", "run", "model", "mesh", "steps", "loss", "validation", "tokens/s", "status", "started")
+NUMBERS = ("steps", "loss", "validation", "tokens/s")
+"""Columns that are aligned at the right."""
+
+
+def number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def cells(run: RecordedRun) -> tuple[str, ...]:
+    """The columns of a run, without its mark."""
+    steps = f"{run.steps}" if run.total_steps in (None, run.steps) else f"{run.steps} of {run.total_steps}"
+    return (
+        run.name,
+        run.model,
+        run.mesh,
+        steps,
+        number(run.last("loss"), ".4f"),
+        number(run.last("validation/loss"), ".4f"),
+        number(run.tokens_per_s, ",.0f"),
+        run.status,
+        time.strftime("%Y-%m-%d %H:%M", time.localtime(run.began)),
+    )
+
+
+def table(runs: Sequence[RecordedRun]) -> str:
+    """A line for each run."""
+    rows = [HEAD, *((mark, *cells(run)) for mark, run in zip_longest(MARKS[: len(runs)], runs, fillvalue=" "))]  # type: ignore[arg-type]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        aligned = [
+            f"{cell:>{width}}" if head in NUMBERS else f"{cell:{width}}"
+            for cell, width, head in zip(row, widths, HEAD, strict=True)
+        ]
+        lines.append("  ".join(aligned).rstrip())
+    return "\n".join(lines)
+
+
+def thinned(points: Points, num_bins: int, first: int, last: int) -> dict[int, float]:
+    """Mean value of the points of each bin of steps: bin -> value."""
+    bins: dict[int, list[float]] = {}
+    for step, value in points:
+        place = (step - first) * (num_bins - 1) // max(1, last - first)
+        bins.setdefault(place, []).append(value)
+    return {place: sum(values) / len(values) for place, values in bins.items()}
+
+
+def span(curves: Sequence[Points]) -> tuple[int, int]:
+    """First and last step of some curves."""
+    steps = [step for points in curves for step, _ in points]
+    return min(steps), max(steps)
+
+
+def plot(runs: Sequence[RecordedRun], metric: str) -> str:
+    """Draw a metric of the first runs by step: a mark for each run, `*` where several meet."""
+    drawn = [(mark, run.points(metric)) for mark, run in zip(MARKS, runs, strict=False)]
+    first, last = span([points for _, points in drawn])
+    curves = [(mark, thinned(points, WIDTH, first, last)) for mark, points in drawn]
+    values = [value for _, curve in curves for value in curve.values()]
+    low, high = min(values), max(values)
+    grid = [[" "] * WIDTH for _ in range(HEIGHT)]
+    for mark, curve in curves:
+        for place, value in curve.items():
+            row = round((high - value) / (high - low) * (HEIGHT - 1)) if high > low else HEIGHT // 2
+            grid[row][place] = mark if grid[row][place] == " " else OVERLAP
+    labels = {0: high, HEIGHT // 2: high - (high - low) * (HEIGHT // 2) / (HEIGHT - 1), HEIGHT - 1: low}
+    lines = [f"{metric} by step"]
+    lines += [
+        f"{number(labels.get(row), '.4g') if row in labels else '':>10} |{''.join(cells).rstrip()}"
+        for row, cells in enumerate(grid)
+    ]
+    lines += [f"{'':>10} +{'-' * WIDTH}", f"{'':>10}  {first:<{WIDTH - 12}}{last:>12}"]
+    if len(runs) > len(MARKS):
+        lines.append(f"{len(runs) - len(MARKS)} more runs are not drawn")
+    return "\n".join(lines)

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A page that compares runs: one HTML file with a table and curves, which fetches nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from sporeloom.train.recorded import RecordedRun
+from sporeloom.train.run_plots import HEAD, NUMBERS, cells, number, span, thinned
+
+CHARTS = (
+    ("loss", "Loss"),
+    ("validation/loss", "Validation loss"),
+    ("tokens_per_s", "Tokens per second"),
+    ("mfu", "MFU"),
+    ("grad_norm", "Gradient norm"),
+    ("learning_rate", "Learning rate"),
+)
+"""Metrics that are drawn where a run has them."""
+COLORS = ("#4b8bd0", "#d0604b", "#5fa844", "#a070c8", "#c8962a", "#3fa3a3", "#d06a9c", "#8a8f98")
+"""Colors of the runs, in turn; all can be seen on white and on black."""
+DASHES = ("", "7 4", "2 3")
+"""Strokes of the first runs, of the next ones with the same colors, and so on."""
+WIDTH, HEIGHT, LEFT, BELOW, TOP = 640, 260, 64, 24, 8
+NUM_POINTS = 400
+STYLE = """:root{color-scheme:light dark;--ink:#20262b;--paper:#fff;--line:#d5dade;--soft:#5b6770}
+@media(prefers-color-scheme:dark){:root{--ink:#eceff1;--paper:#14181b;--line:#37424a;--soft:#a9b5bd}}
+*{box-sizing:border-box}body{font:15px/1.45 system-ui,sans-serif;margin:0 auto;max-width:72em;padding:1em;
+color:var(--ink);background:var(--paper)}.wide{overflow-x:auto}table{border-collapse:collapse;white-space:nowrap}
+td,th{text-align:left;padding:.3em .7em;border-bottom:1px solid var(--line)}.n{text-align:right;
+font-variant-numeric:tabular-nums}.charts{display:grid;gap:1em;grid-template-columns:repeat(auto-fit,minmax(min(100%,30em),1fr))}
+figure{margin:0}figcaption{font-weight:600;margin:.4em 0}svg{width:100%;height:auto;display:block}
+svg text{fill:var(--soft);font-size:13px}svg .axis{stroke:var(--line)}svg polyline{fill:none;stroke-width:1.8}
+svg .key{width:2.2em;height:.8em;display:inline-block}"""
+
+
+def stroke(index: int) -> str:
+    """Attributes of the line of a run."""
+    dash = DASHES[index // len(COLORS) % len(DASHES)]
+    return f"stroke='{COLORS[index % len(COLORS)]}'" + (f" stroke-dasharray='{dash}'" if dash else "")
+
+
+def page(runs: Sequence[RecordedRun]) -> str:
+    """The HTML file."""
+    charts = [chart(runs, metric, title) for metric, title in CHARTS if any(run.points(metric) for run in runs)]
+    return (
+        "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
+        "<meta name='viewport' content='width=device-width,initial-scale=1'>"
+        f"<title>{len(runs)} runs</title><style>{STYLE}</style></head><body><h1>Training runs</h1>"
+        f"<div class='wide'>{table(runs)}</div><div class='charts'>{''.join(charts)}</div></body></html>\n"
+    )
+
+
+def table(runs: Sequence[RecordedRun]) -> str:
+    head = "".join(f"<th{_align(name)}>{escape(name)}</th>" for name in HEAD)
+    rows = []
+    for index, run in enumerate(runs):
+        key = f"<svg class='key' viewBox='0 0 32 10'><polyline points='0,5 32,5' {stroke(index)}/></svg>"
+        columns = zip(HEAD[1:], cells(run), strict=True)
+        row = "".join(f"<td{_align(name)}>{escape(cell)}</td>" for name, cell in columns)
+        rows.append(f"<tr><td>{key}</td>{row}</tr>")
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def _align(name: str) -> str:
+    return " class='n'" if name in NUMBERS else ""
+
+
+def chart(runs: Sequence[RecordedRun], metric: str, title: str) -> str:
+    """Curves of a metric of all runs by step."""
+    points = [run.points(metric) for run in runs]
+    first, last = span(points)
+    curves = [thinned(each, NUM_POINTS, first, last) for each in points]
+    values = [value for curve in curves for value in curve.values()]
+    low, high = min(values), max(values)
+    right, bottom = WIDTH - 8, HEIGHT - BELOW
+
+    def place(bin_: int, value: float) -> str:
+        x = LEFT + (right - LEFT) * bin_ / (NUM_POINTS - 1)
+        y = TOP + (bottom - TOP) * ((high - value) / (high - low) if high > low else 0.5)
+        return f"{x:.1f},{y:.1f}"
+
+    lines = "".join(
+        f"<polyline points='{' '.join(place(*point) for point in sorted(curve.items()))}' {stroke(index)}>"
+        f"<title>{escape(run.name)}: {number(run.last(metric), '.5g')}</title></polyline>"
+        for index, (run, curve) in enumerate(zip(runs, curves, strict=True))
+        if curve
+    )
+    return (
+        f"<figure><figcaption>{escape(title)}</figcaption>"
+        f"<svg viewBox='0 0 {WIDTH} {HEIGHT}' role='img' aria-label='{escape(title)} by step'>"
+        f"<path class='axis' fill='none' d='M{LEFT} {TOP}V{bottom}H{right}'/>"
+        f"<text x='{LEFT - 6}' y='{TOP + 10}' text-anchor='end'>{high:.4g}</text>"
+        f"<text x='{LEFT - 6}' y='{bottom}' text-anchor='end'>{low:.4g}</text>"
+        f"<text x='{LEFT}' y='{HEIGHT - 6}'>step {first}</text>"
+        f"<text x='{right}' y='{HEIGHT - 6}' text-anchor='end'>{last}</text>{lines}</svg></figure>"
+    )

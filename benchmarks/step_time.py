@@ -33,8 +33,8 @@ PER_STEP = 4 + 8
 """Bytes for each parameter and step: its gradient is read for the norm, then clipped."""
 NOTES = split_lines("""`casts, sums`: what the graphs of this package do for each parameter and the closed form
 leaves out. Each microbatch casts the float32 weights to bfloat16 (6 bytes) and the gradients back (6), and adds
-them to their sum (12); each step reads the gradients for their norm (4) and clips them (8). The third column compares with the closed
-form plus that.
+them to their sum (12); each step reads the gradients for their norm (4) and clips them (8). `with them` compares
+with the closed form plus that.
 
 ## Where they disagree
 
@@ -130,7 +130,7 @@ def main() -> None:
         "step",
         "",
         "casts, sums",
-        "step beside both",
+        "with them",
         *GROUPS,
         "recomputation",
         "communication not hidden",

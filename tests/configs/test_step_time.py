@@ -55,10 +55,24 @@ def test_more_microbatches_make_the_bubble_smaller(tmp_path):
 
 
 def test_the_command_reports_and_traces_a_step(tmp_path):
-    trace = tmp_path / "step.json"
-    flags = ("--strategy", "pangu_tiny_tp2_pp2", "--ranks", 0, "--cluster", "ascend910b", "--trace", trace)
+    trace, html = tmp_path / "step.json", tmp_path / "report.html"
+    flags = (
+        "--strategy",
+        "pangu_tiny_tp2_pp2",
+        "--ranks",
+        0,
+        "--cluster",
+        "ascend910b",
+        "--trace",
+        trace,
+        "--html",
+        html,
+    )
     done = run("-m", "sporeloom", "dry-run", *flags)
     assert done.code == 0, done.output
+    page = html.read_text(encoding="utf-8")
+    drawn = re.findall(r"<title>(forward|backward) of part \d: ([\d.]+) to ([\d.]+) ms", page)
+    assert [name for name, *_ in drawn].count("forward") == [name for name, *_ in drawn].count("backward") == 2 * 4
     milliseconds = float(re.search(r"step on ascend910b: ([\d.]+) ms", done.output)[1])
     events = [event for event in json.loads(trace.read_text(encoding="utf-8"))["traceEvents"] if event["ph"] == "X"]
     assert {event["pid"] for event in events} == {0, 2}, "a process for each stage, though one rank is reported"

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from sporeloom.dry_run.time.simulate import RankTime, critical_path
+from sporeloom.dry_run.time.simulate import COMPUTE, RankTime, critical_path
 from sporeloom.planner.cluster import Cluster
 from sporeloom.planner.dimensions import Dimensions, Parallelism
 from sporeloom.planner.step_time import flops_per_device, step_time
@@ -43,7 +43,21 @@ def _stage(stage: int, rank: int, of: RankTime, seconds: float) -> dict[str, Any
         "exposed": _sorted(exposed),
         "communication": _sorted(of.communication()),
         "idle_s": max(0.0, seconds - sum(busy.values()) - sum(exposed.values())),
+        "passes": list(_passes(of)),
     }
+
+
+def _passes(of: RankTime) -> Iterator[tuple[str, float, float]]:
+    """Name, start and end of each pass, and of what is computed between two of them."""
+    between: tuple[str, float, float] | None = None
+    for task, (start, end, _) in zip(of.tasks, of.spans, strict=True):
+        if task.inside:
+            yield from [between] if between else []
+            yield task.name, start, end
+            between = None
+        elif task.stream == COMPUTE and end > start:
+            between = (between[0], between[1], end) if between else (task.name, start, end)
+    yield from [between] if between else []
 
 
 def _sorted(seconds: Mapping[str, float]) -> dict[str, float]:

@@ -31,6 +31,13 @@ PER_MICROBATCH = 6 + 6 + 12
 """Bytes for each parameter and microbatch: its weight is cast, its gradient is cast back and added to the sum."""
 PER_STEP = 4 + 8
 """Bytes for each parameter and step: its gradient is read for the norm, then clipped."""
+BUILT_IN = {
+    # strategy: (size, sequences of a step)
+    "pangu_13b_dp4_tp8_pp2": ("13b", None),
+    "pangu_200b_dp16_tp8_pp16": ("200b", None),
+    "pangu_2.6b_dp64_tp8": ("2.6b", 512),
+}
+"""Built-in strategies at full size."""
 NOTES = split_lines("""`casts, sums`: what the graphs of this package do for each parameter and the closed form
 leaves out. Each microbatch casts the float32 weights to bfloat16 (6 bytes) and the gradients back (6), and adds
 them to their sum (12); each step reads the gradients for their norm (4) and clips them (8). `with them` compares
@@ -85,6 +92,17 @@ def simulated(folder, ranks, strategy, batch_size, accumulate):
     return json.loads(sporeloom("dry-run", *model, "--strategy", path, "--ranks", ",".join(map(str, ranks)), *flags))
 
 
+def built_in(strategy, size, batch_size):
+    """A line of the table of built-in strategies."""
+    batch = ["--batch-size", batch_size] if batch_size else []
+    flags = ["--size", size, "--ranks", 0, *batch, "--time", "--cluster", CLUSTER, "--json"]
+    time = json.loads(sporeloom("dry-run", "--model", "pangu", "--strategy", strategy, *flags))["time"]
+    seconds, closed = time["seconds"], sum(time["closed_form"].values())
+    error = seconds / closed - 1
+    mark = "" if abs(error) <= TARGET else " **missed**"
+    return f"| {strategy} | {seconds * 1e3:,.0f} / {closed * 1e3:,.0f} | {error:+.1%}{mark} | {time['mfu']:.1%} |"
+
+
 def row(name, microbatches, report):
     """A line of the table: the busiest stage beside the formulas' terms."""
     time = report["time"]
@@ -137,7 +155,9 @@ def main() -> None:
         "idle",
     ]
     head = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
-    lines = [about, "", *head, *(line for line, _ in rows), "", *NOTES]
+    full = [built_in(strategy, *job) for strategy, job in BUILT_IN.items()]
+    of_built_in = ["Built-in strategies at full size:", "", "| strategy | step | | MFU |", "|---|---|---|---|", *full]
+    lines = [about, "", *head, *(line for line, _ in rows), "", *of_built_in, "", *NOTES]
     write_report(RESULT, "Simulated steps beside the closed form", "step_time.py", lines)
 
 

@@ -239,6 +239,7 @@ def critical_path(ranks: Mapping[int, RankTime]) -> dict[str, float]:
         if task.inside:
             _add(found, critical_path({0: task.inside}))
         else:
-            found[task.kind] += span.end - span.start
+            found[task.kind] += span.end - span.start - task.launch
+            found["launch"] += task.launch
         place = span.after
     return found

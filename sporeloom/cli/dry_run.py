@@ -6,7 +6,8 @@ device.
     sporeloom dry-run --model pangu --size 200b --strategy pangu_200b_dp16_tp8_pp16 --fast
     sporeloom dry-run explain query.weight --model pangu --size 13b --strategy pangu_13b_tp8
 
-`--memory` follows every allocation of a step (docs/how-to/memory_timeline.md).
+`--memory` follows every allocation of a step (docs/how-to/memory_timeline.md), `--time` simulates it on a cluster
+(docs/how-to/step_time.md).
 
 The graph of one device is compiled once for all ranks. Activation bytes are those of the memory model
 (docs/explanation/planner.md); everything else is read from the partitioned graphs.
@@ -28,6 +29,7 @@ from sporeloom.dry_run.memory.exports import memory_block_csv, trace
 from sporeloom.dry_run.memory.timeline import Timeline
 from sporeloom.dry_run.pool import compile_ranks
 from sporeloom.dry_run.summary import summarize, text_report
+from sporeloom.dry_run.time.trace import trace as step_trace
 from sporeloom.models.config_file import named_model, with_model_folder
 from sporeloom.runtime.environment import prepare_environment
 from sporeloom.strategy.loader import load_strategy
@@ -57,6 +59,9 @@ def main(argv: Sequence[str]) -> int:
     reports = compile_ranks(run)
     values = summarize(run, reports)
     write_timelines(run.config, {report.rank: report.memory for report in reports if report.memory})
+    if run.config.trace is not None and reports[0].step:
+        write_text_atomically(run.config.trace, json_text(step_trace(reports[0].step)))
+        print(f"trace of a step in {run.config.trace}: open it in ui.perfetto.dev", file=sys.stderr)
     if run.config.html:
         write_text_atomically(run.config.html, page(values))
         print(f"report in {run.config.html}", file=sys.stderr)

@@ -11,23 +11,20 @@ from sporeloom.core.errors import ConfigError
 from sporeloom.dry_run.memory.run import memory_timeline
 from sporeloom.dry_run.partitioned import Partitioned, partition_model
 from sporeloom.dry_run.rank_report import RankParameter, RankReport, rank_parameters
+from sporeloom.dry_run.time.device_model import DeviceModel
+from sporeloom.dry_run.time.run import step_times
+from sporeloom.dry_run.walk import PHASE_OF_PASS
 from sporeloom.dry_run.work import Work, add_work, between, phases_of
 from sporeloom.models.config import ModelConfig
 from sporeloom.partition.graph import Graph, Name, TensorType
 from sporeloom.partition.sharded_graph import item_size
-from sporeloom.partition.stages import PassKind
+from sporeloom.planner.cluster import Cluster
 from sporeloom.planner.task import PLAIN_TEXT, TrainedTask
 from sporeloom.runtime.spmd.step_graphs import types_of
 from sporeloom.strategy.config import Strategy
 from sporeloom.strategy.layout import Shape
 
 MOMENTS = ("adam_m.", "adam_v.")
-PHASE_OF_PASS: dict[PassKind, str] = {
-    "parameters": "forward",
-    "forward": "forward",
-    "backward": "backward",
-    "weights": "backward",
-}
 
 
 def compile_ranks(
@@ -40,6 +37,7 @@ def compile_ranks(
     accumulate: int = 1,
     task: TrainedTask = PLAIN_TEXT,
     auxiliary: Mapping[int, Mapping[str, int]] | None = None,
+    cluster: Cluster | None = None,
 ) -> list[RankReport]:
     """Compile a model once, and report what some ranks hold and do.
 
@@ -48,12 +46,14 @@ def compile_ranks(
         accumulate: gradient accumulation steps without a pipeline.
         auxiliary: rank -> bytes of other memory that it holds during the whole step, by name; with it, timelines are
             reported.
+        cluster: on which a step is simulated, if given.
 
     Raises:
         ConfigError: it cannot be partitioned.
     """
     partitioned = partition_model(family, model, strategy, batch, inference, accumulate, task)
-    reports = [rank_report(partitioned, rank) for rank in ranks]
+    step = step_times(partitioned, DeviceModel(cluster)) if cluster else None
+    reports = [dataclasses.replace(rank_report(partitioned, rank), step=step) for rank in ranks]
     if auxiliary is None:
         return reports
     return [

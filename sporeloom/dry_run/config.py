@@ -14,11 +14,15 @@ from sporeloom.core.numbers import Count, Positive, number_problems
 from sporeloom.models.config import AttentionKernel, ComputeDtype, ModelConfig
 from sporeloom.models.config_file import named_model, with_model_folder
 from sporeloom.models.family import with_precision
+from sporeloom.planner.cluster import Cluster, read_cluster
 from sporeloom.planner.task import TaskFlags, TrainedTask, task_of, task_problems, trained_model
 from sporeloom.strategy.checks import adapter_problems, batch_problems, group_problems, model_problems
 from sporeloom.strategy.config import Strategy
 from sporeloom.strategy.launching import DEVICES_PER_SERVER
 from sporeloom.strategy.loader import load_strategy
+
+TIMED_TASKS = ("pretraining", "sft", "reward")
+"""Tasks whose step is that of one model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +38,8 @@ class DryRunConfig(Overwrite, TaskFlags):
         "batch_size",
         "fast",
         "memory",
+        "time",
+        "cluster",
         "html",
         "json",
     )
@@ -64,6 +70,11 @@ class DryRunConfig(Overwrite, TaskFlags):
         None, "folder to write RANK/memory_block.csv to, an allocation a row, as MindSpore does (default: none)"
     )
     memory_trace: Path | None = output(None, "JSON file of counters for Perfetto to write (default: none)")
+    time: bool = option(
+        False, "simulate a step on `--cluster`: its time, critical path, exposed communication, idle time"
+    )
+    cluster: Path | None = option(None, "cluster file, or name of a built-in cluster, for `--time` (default: none)")
+    trace: Path | None = output(None, "JSON file for Perfetto to write what `--time` simulates to (default: none)")
     memory_gb: Positive | None = option(None, "memory of a device, to report whether ranks fit (default: not reported)")
     devices_per_server: Count = option(
         DEVICES_PER_SERVER, "number of devices of a server, for the command that runs the job"
@@ -71,6 +82,11 @@ class DryRunConfig(Overwrite, TaskFlags):
     jobs: Count | None = option(None, "number of processes that compile at the same time (default: 1, with --fast 2)")
     json: bool = option(False, "print JSON instead of the report")
     html: Path | None = output(None, "HTML file to write the report to, too (default: none)")
+
+    @property
+    def with_time(self) -> bool:
+        """Whether a step is simulated."""
+        return self.time or self.trace is not None
 
     @property
     def with_timeline(self) -> bool:
@@ -89,6 +105,8 @@ class DryRun:
     batch_size: int
     seq_len: int
     task: TrainedTask
+    cluster: Cluster | None = None
+    """The cluster on which a step is simulated, if requested."""
 
     @property
     def num_microbatches(self) -> int:
@@ -119,13 +137,16 @@ def check(config: DryRunConfig) -> DryRun:
     found = problems.of(with_model_folder, config)
     config, model = found or config, problems.of(_model_config, found) if found else None
     strategy = problems.of(load_strategy, config.strategy, config.inference)
-    for flag, path in (("--html", config.html), ("--memory-trace", config.memory_trace)):
+    written = {"--html": config.html, "--memory-trace": config.memory_trace, "--trace": config.trace}
+    for flag, path in written.items():
         if path and (path.is_dir() or not path.resolve().parent.is_dir()):
             problems.append(f"{flag} {path}: no file can be written there; name one in a folder that exists")
     if (folder := config.memory_csv) and (folder.is_file() or not folder.resolve().parent.is_dir()):
         problems.append(f"--memory-csv {folder}: no folder can be made there; name one in a folder that exists")
     if config.fast and config.with_timeline:
         problems.append("--fast compiles a few layers, but --memory follows all of them: leave one of both out")
+    problems += time_problems(config)
+    cluster = problems.of(read_cluster, config.cluster) if config.cluster else None
     ranks = problems.of(parse_ranks, config.ranks, strategy.mesh.size) if strategy else None
     if model and config.seq_len and config.seq_len > model.seq_len:
         problems.append(f"--seq-len {config.seq_len} is outside 1 .. {model.seq_len}, the model's longest context")
@@ -154,7 +175,25 @@ def check(config: DryRunConfig) -> DryRun:
         problems.append(f"{strategy.at('mesh.cp')}: completions are sampled token by token; leave cp out")
     problems.raise_if_any()
     assert ranks and task
-    return DryRun(config, model, strategy, ranks, batch, seq_len, task)
+    return DryRun(config, model, strategy, ranks, batch, seq_len, task, cluster)
+
+
+def time_problems(config: DryRunConfig) -> list[str]:
+    """Problems of simulating a step."""
+    flag = "--time" if config.time else "--trace"
+    if not config.with_time:
+        return ["--cluster names what a step is simulated on: add --time, or leave it out"] if config.cluster else []
+    problems = [] if config.cluster else [f"{flag} simulates a step on a cluster: name one, as in --cluster ascend910b"]
+    if config.fast:
+        problems.append(f"--fast compiles a few layers, but {flag} simulates all of them: leave one of both out")
+    if config.inference:
+        problems.append(f"{flag} simulates training steps: leave --inference out")
+    if config.task not in TIMED_TASKS:
+        problems.append(
+            f"--task {config.task}: {flag} simulates steps that only train, of {', '.join(TIMED_TASKS)}; it runs other "
+            "models besides"
+        )
+    return problems
 
 
 def _model_config(config: DryRunConfig) -> ModelConfig:

@@ -9,6 +9,8 @@ from typing import Any
 
 from sporeloom.dry_run.memory.shown import curves
 from sporeloom.dry_run.summary import GB, describe_layout
+from sporeloom.dry_run.time.drawing import drawing
+from sporeloom.dry_run.time.report import lines
 from sporeloom.strategy.config import V_SHAPED
 from sporeloom.strategy.schedule import splits_backward, times
 
@@ -44,6 +46,7 @@ def page(values: dict[str, Any]) -> str:
         f"<h1>{escape(job['model'])}, {escape(job['strategy'])}</h1><p>{escape(facts)}</p>",
         "<h2>Memory of each rank, GB</h2>" + memory_bars(ranks),
         *_curves(ranks, job),
+        *_step(values),
         "<h2>Pipeline</h2>" + _pipeline(job) if len(job["stages"]) > 1 else "",
         "<h2>Collectives of a step</h2>" + _collectives(ranks),
         "<h2>Groups</h2>" + _groups(ranks),
@@ -56,6 +59,20 @@ def page(values: dict[str, Any]) -> str:
         f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{title}</title><style>{STYLE}</style>"
         f"<body>{''.join(sections)}<script>{SEARCH}</script></body></html>\n"
     )
+
+
+def _step(values: dict[str, Any]) -> list[str]:
+    time = values.get("time")
+    if time is None:
+        return []
+    first, *_ = lines(time)
+    rows = [
+        (stage["stage"], part, kind, f"{seconds * 1e3:.2f}")
+        for stage in time["stages"]
+        for part, kinds in (("busy", stage["busy"]), ("exposed", stage["exposed"]), ("idle", {"": stage["idle_s"]}))
+        for kind, seconds in kinds.items()
+    ]
+    return ["<h2>A step</h2>", f"<p>{escape(first)}</p>", drawing(time), table(("stage", "", "kind", "ms"), rows)]
 
 
 def _curves(ranks: Sequence[dict[str, Any]], job: dict[str, Any]) -> list[str]:

@@ -65,6 +65,6 @@ def compile_stages(run: DryRun, model: ModelConfig, strategy: Strategy, ranks: S
     options = (run.batch_size, run.seq_len), run.config.inference, run.config.accumulate, run.task
     auxiliary = {rank: auxiliary_of_rank(run, rank) for rank in ranks} if run.config.with_timeline else None
     reports: list[RankReport] = import_module(COMPILER).compile_ranks(
-        run.config.model, model, strategy, ranks, *options, auxiliary
+        run.config.model, model, strategy, ranks, *options, auxiliary, run.cluster
     )
     return reports

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from sporeloom.dry_run.memory.timeline import Timeline
+from sporeloom.dry_run.time.simulate import RankTime
 from sporeloom.parallel.report import Report
 
 
@@ -71,6 +72,8 @@ class RankReport:
     """Number of layers of the stage in each compiled graph, where the full depth is extrapolated from smaller ones."""
     memory: Timeline | None = None
     """The memory over a step, if requested."""
+    step: Mapping[int, RankTime] | None = None
+    """The tasks of the first rank of every stage over a step, with their times, if requested."""
 
 
 def rank_parameters(report: Report, shapes: Mapping[str, tuple[int, ...]]) -> list[RankParameter]:

@@ -14,6 +14,8 @@ from sporeloom.dry_run.config import DryRun
 from sporeloom.dry_run.job_command import command_of
 from sporeloom.dry_run.memory.shown import lines as memory_lines
 from sporeloom.dry_run.rank_report import RankReport
+from sporeloom.dry_run.time.report import lines as time_lines
+from sporeloom.dry_run.time.report import step_report
 from sporeloom.models.parameters import num_parameters
 from sporeloom.planner.closed_forms import job_of, parameter_bytes
 from sporeloom.planner.dimensions import Parallelism, of_decoder
@@ -35,7 +37,12 @@ def summarize(run: DryRun, compiled: list[RankReport]) -> dict[str, Any]:
         for rank in run.ranks
         for stage in [mesh.coordinate(rank, "pp")]
     ]
-    return {"job": _job(run, by_stage), "ranks": ranks}
+    values = {"job": _job(run, by_stage), "ranks": ranks}
+    if run.cluster and (step := compiled[0].step):
+        dims, job = of_decoder(run.model, run.seq_len, run.task.has_drops), _job_of(run)
+        adapters = max(adapter_parameters(run.task, dims, job)) if run.task.lora else 0
+        values["time"] = step_report(step, dims, job, run.cluster, adapters)
+    return values
 
 
 def translate_group(mesh: Mesh, members: list[int], of_rank: int, to_rank: int) -> list[int]:
@@ -76,7 +83,7 @@ def _stage(run: DryRun, report: RankReport) -> dict[str, Any]:
     memory = task_memory(dims, job, run.task)[report.stage]
     auxiliary = auxiliary_bytes(dims, job, run.task)[report.stage]
     held = report.parameter_bytes + report.optimizer_bytes + report.gradient_bytes
-    timeline, report = report.memory, dataclasses.replace(report, memory=None)
+    timeline, report = report.memory, dataclasses.replace(report, memory=None, step=None)
     activations = 0.0 if run.config.inference else memory.activations + memory.working
     copies = memory.weights  # cast, or gathered from the optimizer's shards
     result = {
@@ -89,7 +96,7 @@ def _stage(run: DryRun, report: RankReport) -> dict[str, Any]:
         "collectives": [{**dataclasses.asdict(c), "bytes_per_step": c.bytes_per_step} for c in report.collectives],
         "bytes_per_step": _by_kind(report),
     }
-    del result["memory"]
+    del result["memory"], result["step"]
     if timeline:
         result["memory"] = timeline.summary()
     if run.config.memory_gb:
@@ -233,6 +240,7 @@ def text_report(values: dict[str, Any]) -> str:
     if job["replicated"]:
         lines.append(f"replicated on every rank of a stage though they could be sharded: {total / 2**20:.1f} MB in")
         lines += [f"  {p['name']} {p['bytes'] / 2**20:.1f} MB  {p['rule'] or 'no rule'}" for p in job["replicated"][:8]]
+    lines += ["", *time_lines(values["time"])] if "time" in values else []
     lines += [*job["advice"], "", *job["run"]]
     return "\n".join(lines)
 

@@ -130,7 +130,7 @@ def add_work(
         elif node.kind in PRODUCTS:
             assert type is not None
             work.in_float32 |= type.dtype == "float32"
-            work.flops[when] += times * _flops(node, types)
+            work.flops[when] += times * product_flops(node, types)
         elif node.kind in FLASH_PRODUCTS:
             query, keys = (types[name].shape for name in _tensors(node)[:2])
             work.flops[when] += times * attention_flops(node.kind, query, keys)
@@ -147,7 +147,8 @@ def _tensors(node: Node) -> list[Name]:
     return [name for name in node.inputs if isinstance(name, str)]
 
 
-def _flops(node: Node, types: Mapping[Name, TensorType]) -> int:
+def product_flops(node: Node, types: Mapping[Name, TensorType]) -> int:
+    """FLOPs of a matrix product or convolution."""
     (out, *_) = (type.shape for type in node.types if type is not None)
     first, second = (types[name].shape if name in types else () for name in _tensors(node)[:2])
     return 2 * PRODUCTS[node.kind](out, first, second)

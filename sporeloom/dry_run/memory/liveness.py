@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Collection
+from collections import deque
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -108,18 +108,27 @@ def _shared(node: Node, graph: Graph) -> list[Name | None]:
 
 
 def breadth_first(nodes: Collection[Node]) -> list[Node]:
-    """Order operators as MindSpore's executor does by default: first those without inputs, then each one as soon as its
-    inputs are there, first come, first served."""
-    listed, waiting, users = list(nodes), Counter[int](), dict[int, list[int]]()
+    """Order operators as MindSpore's executor does by default."""
+    listed = list(nodes)
     makers = {name: number for number, node in enumerate(listed) for name in node.outputs}
-    for number, node in enumerate(listed):
-        for maker in {makers[name] for name in node.flat_inputs() if name in makers}:
-            waiting[number] += 1
-            users.setdefault(maker, []).append(number)
-    ready, ordered = deque(number for number in range(len(listed)) if not waiting[number]), []
+    needs = [{makers[name] for name in node.flat_inputs() if name in makers} for node in listed]
+    return [listed[number] for number in first_come(needs)]
+
+
+def first_come(needs: Sequence[Collection[int]]) -> list[int]:
+    """Order tasks: first those that need no others, then each one as soon as what it needs is done, first come, first served.
+
+    Args:
+        needs: for each task the numbers of those that must be done before.
+    """
+    waiting, users = [len(needed) for needed in needs], dict[int, list[int]]()
+    for number, needed in enumerate(needs):
+        for each in needed:
+            users.setdefault(each, []).append(number)
+    ready, ordered = deque(number for number, count in enumerate(waiting) if not count), []
     while ready:
         number = ready.popleft()
-        ordered.append(listed[number])
+        ordered.append(number)
         for user in users.get(number, ()):
             waiting[user] -= 1
             if not waiting[user]:

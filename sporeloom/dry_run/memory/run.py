@@ -16,17 +16,15 @@ from sporeloom.dry_run.memory.liveness import Order, lifetimes, num_bytes
 from sporeloom.dry_run.memory.recorder import RecordedProgram, Recorder, Storage
 from sporeloom.dry_run.memory.timeline import Timeline
 from sporeloom.dry_run.partitioned import Partitioned
+from sporeloom.dry_run.walk import PHASE_OF_PASS, StepWalk
 from sporeloom.dry_run.work import phases_of
 from sporeloom.partition.graph import Graph, Name, TensorType
 from sporeloom.partition.stages import PassGraph, StagePass
-from sporeloom.runtime.spmd.pipeline import ForwardStages, Schedule, StagePrograms
 from sporeloom.runtime.spmd.step_graphs import types_of
 
 MOMENTS = ("adam_m.", "adam_v.")
 RECEIVED = "received from another stage"
 ON_HOST = Label("gradient", "", "sums over microbatches in arrays of the host")
-PHASE_OF_PASS = {"parameters": "forward", "forward": "forward", "backward": "backward", "weights": "backward"}
-NOTHING = TensorType((0,), "float32")
 
 
 @dataclass(frozen=True)
@@ -92,15 +90,12 @@ class RecordedExchange:
         return self.recorder.tensor(num_bytes(type, self.platform.half_bytes), label)
 
 
-class _Step:
+class _Step(StepWalk):
     """A step of one rank."""
 
     def __init__(self, partitioned: Partitioned, rank: int, platform: Platform):
-        self.partitioned, self.rank, self.platform = partitioned, rank, platform
-        self.strategy, self.cut = partitioned.strategy, partitioned.cut.stages
-        self.stage = self.strategy.mesh.coordinate(rank, "pp")
-        self.recorder = Recorder()
-        self.exchange = RecordedExchange(self.recorder, rank, platform)
+        self.platform, self.recorder = platform, Recorder()
+        super().__init__(partitioned, rank, RecordedExchange(self.recorder, rank, platform))
         whole = partitioned.cut.sharded.result.graph
         self.cells, self.phases, self.types = cells_of(whole), phases_of(whole), types_of(whole)
         self.held: list[Storage] = []
@@ -110,32 +105,23 @@ class _Step:
         recorder, update = self.recorder, self.partitioned.update
         for name, size in auxiliary.items():
             self.held.append(recorder.tensor(size, Label("auxiliary", "", name)))
-        of_rank = {one: made for one, made in self.cut.passes.items() if self._stage_of(one) == self.stage}
+        of_rank = self.passes_of_stage
         of_stage = update.graphs[self.stage] if update else None
         self._hold_parameters([*(made.graph for made in of_rank.values()), *([of_stage] if of_stage else [])])
         programs = {one: self._pass(one, made) for one, made in of_rank.items()}
         last = self._update(of_stage) if of_stage else None  # its constants exist from the beginning, too
-        stages = self._stages(programs)
+        stages = self.stages(programs, self.types)
         for _ in range(2):  # the second step begins with what graphs hold from the first
             for program in [*programs.values(), *([last] if last else [])]:
                 program.num_runs = 0
             recorder.restart()
             recorder.begin("before the step")
-            results = self._passes(stages) if stages else self._whole(programs)
+            results = self.run_passes(stages) if stages else self.run_whole(programs)
             if last and of_stage:
-                results = last.run(self._update_inputs(of_stage, results))
+                results = last.run(self.update_inputs(of_stage, results))
             del results
             recorder.begin("after the step")
         return Timeline.of(recorder)
-
-    def _whole(self, programs: Mapping[StagePass, RecordedProgram]) -> Any:
-        """Run a step in one graph, or nothing before the update."""
-        for one, program in programs.items():
-            return program.run(self._inputs(self.cut.passes[one].graph.inputs))
-        return {}
-
-    def _stage_of(self, one: StagePass) -> int:
-        return self.strategy.stage_of_part(one.part)
 
     # Memory of the whole step
 
@@ -174,65 +160,12 @@ class _Step:
         phases = {} if self.cut.passes else self.phases  # a batch that is not divided has its passes in there, too
         return self._program("update", graph, {}, phases, "optimizer")
 
-    # A step
-
-    def _stages(self, programs: Mapping[StagePass, RecordedProgram]) -> StagePrograms | None:
-        """The passes of the stage as the runtime drives them; None if there is one graph for everything."""
-        if not self.cut.results:
-            return None
-        types = dict(self.types)
-        for made in self.cut.passes.values():
-            types |= types_of(made.graph)
-        joined = set(range(len(self.cut.results))) - set(self.partitioned.summed) if self._is_custom else ()
-        exchange: Any = self.exchange
-        return StagePrograms(self.strategy, self.cut, programs, types, exchange, "recorded", joined)
-
-    def _passes(self, stages: StagePrograms) -> dict[int, Any]:
-        """Run the passes of the stage in the order of the schedule. Returns its results by index."""
-        num_passes = self.partitioned.num_passes
-        microbatches: Any = [self._network_inputs() for _ in range(num_passes)]
-        if self.partitioned.trained:
-            return Schedule(stages, num_passes).run(microbatches)
-        forward, results = ForwardStages(stages, 1 + max(one.part for one in self.cut.passes)), dict[int, Any]()
-        stages.begin(forward.passes_of)
-        for part in range(forward.num_parts):
-            stages.run(StagePass("forward", part), 0, microbatches[0], results)
-        stages.end()
-        return results
-
-    @property
-    def _is_custom(self) -> bool:
-        """Whether passes and update are divided from one graph."""
-        update = self.partitioned.update
-        return update is not None and update.sharded is self.partitioned.cut.sharded
-
-    def _network_inputs(self) -> list[Storage]:
-        """The inputs of a microbatch."""
-        found: dict[int, TensorType] = {}
-        for made in self.cut.passes.values():
-            found |= zip(made.network_inputs, made.graph.inputs.values(), strict=False)
-        return self._inputs({f"input {i}": found.get(i, NOTHING) for i in range(1 + max(found, default=-1))})
-
-    def _inputs(self, types: Mapping[Name, TensorType]) -> list[Storage]:
+    def inputs(self, types: Mapping[Name, TensorType]) -> list[Storage]:
         half = self.platform.half_bytes
         return [
             self.recorder.tensor(num_bytes(type, half), Label("input", "", name.rpartition(":")[2]))
             for name, type in types.items()
         ]
-
-    def _update_inputs(self, graph: Graph, results: Mapping[int, Any]) -> list[Storage]:
-        """The inputs of the update: sums over microbatches, and inputs of the network."""
-        update, exchange = self.partitioned.update, self.exchange
-        assert update is not None
-        whole = update.sharded.source.inputs
-        if self._is_custom:
-            sums = iter([exchange.sum_of(results[i]) for i in self.partitioned.summed if i in results])
-            inputs = self._inputs({name: whole.get(name, NOTHING) for name in graph.inputs})
-            names = zip(inputs, graph.inputs, strict=True)
-            return [each if name in whole else next(sums, each) for each, name in names]
-        positions = {name: position for position, name in enumerate(whole)}
-        wanted = ((positions[name], type) for name, type in graph.inputs.items())
-        return [exchange.sum_of(results[i]) if i in results else exchange.zeros(type) for i, type in wanted]
 
 
 def memory_timeline(

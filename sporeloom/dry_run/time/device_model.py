@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seconds that an operator or a collective takes on a device of a cluster."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from sporeloom.planner.cluster import Cluster
+from sporeloom.planner.step_time import FLOAT32_SPEED, KERNEL_HEAD, MESSAGE_S
+
+KERNELS_OF_LAYER = 16
+"""Kernels of a dense layer's forward pass after fusion: the fit counts launches and gaps by layer."""
+HALVES = ("AllGather", "ReduceScatter")
+"""Collectives that are half of an all-reduce."""
+MISALIGNED = 12
+"""Factor of the time of attention whose heads miss the matrix unit (docs/explanation/planner.md)."""
+
+
+class DeviceModel:
+    """Costs on one device of a cluster. Each kernel also costs `launch` seconds."""
+
+    def __init__(self, cluster: Cluster):
+        fitted, self.cluster = cluster.fitted, cluster
+        self.flops = cluster.peak_tflops * 1e12 * fitted.matmul
+        self.attention_flops = cluster.peak_tflops * 1e12 * fitted.attention
+        self.bytes = cluster.memory_gb_per_s * 1e9 * fitted.memory
+        self.launch = fitted.layer_overhead_us * 1e-6 / KERNELS_OF_LAYER
+        self.fuses = True
+
+    def product(self, flops: float, moved_bytes: float, in_float32: bool) -> float:
+        """A matrix product: its arithmetic, then each matrix once through memory."""
+        return flops / (self.flops * (FLOAT32_SPEED if in_float32 else 1.0)) + moved_bytes / self.bytes
+
+    def attention(self, flops: float, head_size: int, in_one_kernel: bool) -> float:
+        """Products of queries, keys and values. A fused kernel skips the masked half, and takes as long for narrow heads."""
+        seconds = flops / self.attention_flops
+        if head_size % self.cluster.alignment:
+            seconds *= MISALIGNED
+        return seconds * (0.5 * max(1.0, KERNEL_HEAD / head_size) if in_one_kernel else 1.0)
+
+    def passes(self, moved_bytes: float) -> float:
+        """Reading and writing memory."""
+        return moved_bytes / self.bytes
+
+    def host(self, moved_bytes: float) -> float:
+        """Moving bytes to the host or back."""
+        return moved_bytes / (self.cluster.host_gb_per_s * 1e9)
+
+    def collective(self, kind: str, num_bytes: float, ranks: Sequence[int]) -> float:
+        """A collective or message.
+
+        Ranks double or halve what they have in each of log2(n) rounds, which moves no more than a ring and starts fewer
+        messages; an all-to-all sends each rank its own.
+
+        Args:
+            num_bytes: of the unsharded tensor.
+            ranks: that take part, in ascending order.
+        """
+        size, bandwidth = len(ranks), self.bandwidth(ranks)
+        if size == 1:
+            return 0.0
+        if kind == "Message":
+            return num_bytes / bandwidth + MESSAGE_S
+        if kind == "AlltoAll":
+            return self._all_to_all(num_bytes, ranks)
+        half = (size - 1) / size * num_bytes / bandwidth + math.ceil(math.log2(size)) * MESSAGE_S
+        return half if kind in HALVES else 2 * half
+
+    def bandwidth(self, ranks: Sequence[int]) -> float:
+        """Bytes/s at which a ring through these ranks moves data, for one device. A ring that leaves a node shares the
+        links of its members there."""
+        in_node = self._in_node(ranks)
+        cluster = self.cluster
+        intra = cluster.intra_node_gb_per_s * cluster.fitted.intra_node
+        if in_node == len(ranks):
+            return intra * 1e9
+        return min(intra, in_node * cluster.inter_node_gb_per_s * cluster.fitted.inter_node) * 1e9
+
+    def _in_node(self, ranks: Sequence[int]) -> int:
+        """The fewest members of a group in one node."""
+        nodes = [rank // self.cluster.devices_per_node for rank in ranks]
+        return min(nodes.count(node) for node in set(nodes))
+
+    def _all_to_all(self, num_bytes: float, ranks: Sequence[int]) -> float:
+        """Pairs exchange parts, each message after the other; as `planner.step_time.all_to_all`."""
+        cluster, size, in_node = self.cluster, len(ranks), self._in_node(ranks)
+        intra = cluster.intra_node_gb_per_s * cluster.fitted.intra_node * 1e9
+        inter = cluster.inter_node_gb_per_s * cluster.fitted.inter_node * 1e9
+        part = num_bytes / size
+        seconds = (in_node - 1) * part / intra + (size - in_node) * part / inter
+        return seconds / cluster.fitted_experts.all_to_all + (size - 1) * MESSAGE_S

@@ -96,7 +96,17 @@ def chatting_checkpoint(folder: Path, config: Path = TWO_LAYERS) -> Path:
     )
     (folder / "tokenizer.model").write_bytes(model.getvalue())
     outcome = tool(
-        *("tools/train.py", "--size", "embedded_tiny", "--data", ROOT / "examples/small_town.txt", "--steps", 2),
+        *(
+            "tools/train.py",
+            "--size",
+            "embedded_tiny",
+            "--data",
+            ROOT / "examples/small_town.txt",
+            "--steps",
+            2,
+            "--seq-len",
+            64,
+        ),
         *("--tokenizer", folder / "tokenizer.model", "--config", config, "--output-dir", folder / "out"),
     )
     assert outcome.code == 0, outcome.output

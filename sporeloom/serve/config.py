@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -170,7 +171,7 @@ def check(config: ServeConfig, num_processes: int | None, rank: int = 0) -> Serv
             models.append(ServedModel(_name(config), tokenizer, model.end_ids))
             problems.of(chat_format, tokenizer, config.tool_call_parser, config.reasoning_parser)
         for word in config.lora_modules:
-            if found := problems.of(_read_module, word, config, family, model):
+            if found := problems.of(_read_module, word, config, family, model, models):
                 adapters.append(found[-1])
                 models.append(ServedModel(*found[:-1], len(adapters)))
         if config.max_model_len and config.max_model_len > model.seq_len:
@@ -200,9 +201,9 @@ def _name(config: ServeConfig) -> str:
 
 
 def _read_module(
-    word: str, config: ServeConfig, family: str, model: ModelConfig
+    word: str, config: ServeConfig, family: str, model: ModelConfig, known: Sequence[ServedModel]
 ) -> tuple[str, Tokenizer, tuple[int, ...], Adapter]:
-    """Read name, tokenizer, stop ids and adapters of one NAME=FOLDER.
+    """Read name, tokenizer, stop ids and adapters of one NAME=FOLDER; `known`: the checkpoint's model, if it is valid.
 
     Raises:
         ConfigError: no such folder, or adapters of another model.
@@ -223,8 +224,13 @@ def _read_module(
         raise ConfigError(f"--lora-modules {word}: adapters of a reward model, which generates no text")
     adapter = read_adapter(folder, family, model)
     own = any((folder / file).is_file() for file in family_module(family, "tokenizer").FILE_NAMES)
-    where = (folder, model) if own else (config.checkpoint, model, config.tokenizer)
-    return name, folder_tokenizer(family, *where), with_end_tokens(model, folder).end_ids, adapter
+    if own:
+        tokenizer = folder_tokenizer(family, folder, model)
+    elif known:
+        tokenizer = known[0].tokenizer
+    else:
+        tokenizer = folder_tokenizer(family, config.checkpoint, model, config.tokenizer)
+    return name, tokenizer, with_end_tokens(model, folder).end_ids, adapter
 
 
 def _base(folder: Path) -> Path | None:

@@ -62,7 +62,7 @@ class _Vocabulary:
 
 def vocabulary(tokenizer: Any, end_ids: Sequence[int]) -> LLTokenizer:
     """The vocabulary of a model, read once; `end_ids`: tokens that may follow a complete text."""
-    return _vocabulary(tokenizer, tuple(end_ids))
+    return _vocabulary(tokenizer, tuple(token for token in end_ids if token < tokenizer.vocab_size))
 
 
 @lru_cache(maxsize=16)

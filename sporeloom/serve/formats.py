@@ -127,6 +127,8 @@ class MarkedTokenizer:
         return getattr(self._tokenizer, name)
 
     def decode(self, ids: list[int]) -> str:
+        if not self.shown:
+            return self._tokenizer.decode(ids)
         text, start = "", 0
         for place, token in enumerate(ids):
             if token in self.shown:

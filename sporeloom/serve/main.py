@@ -35,9 +35,8 @@ def run(job: ServeJob) -> int:
     try:
         if http:
             http.start()
-            vocabulary(
-                job.models[0].tokenizer, job.models[0].stop_ids
-            )  # takes seconds, in which nothing else would run
+            for model in job.models:  # takes a second each, in which nothing else would run
+                vocabulary(model.tokenizer, model.stop_ids)
         service.open()
         for number in (signal.SIGINT, signal.SIGTERM):  # MindSpore has set its own while compiling
             signal.signal(number, handler)

@@ -168,7 +168,7 @@ def _call(value: Any, place: str) -> dict[str, Any]:
         raise RequestError(400, f"{place} must be an object with `function`, got {shown(value)}", "messages")
     name, text = text_of(function.get("name"), f"{place}.function.name"), function.get("arguments")
     try:
-        arguments = json.loads(text_of(text or "{}", f"{place}.function.arguments"))
+        arguments = json.loads(text_of("{}" if text in (None, "") else text, f"{place}.function.arguments"))
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):

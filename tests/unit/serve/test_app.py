@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sporeloom.inference.sampling import BadLogitsError, NoTokenError, SamplingConfig
+from sporeloom.inference.sampling import BadLogitsError, GrammarError, NoTokenError, SamplingConfig
 from sporeloom.inference.scheduler import Failure, InternalError, NewToken
 from sporeloom.inference.session import Completion, StopConditions
 from sporeloom.serve.answers import Choice, CompletionAnswer
@@ -114,6 +114,7 @@ def test_an_answer_that_takes_too_long_is_given_up():
     ("error", "status", "kind"),
     [
         (NoTokenError(), 400, "invalid_request_error"),
+        (GrammarError(), 400, "invalid_request_error"),
         (BadLogitsError(), 500, "server_error"),
         (InternalError(), 500, "server_error"),
     ],

@@ -4,6 +4,7 @@
 import json
 import random
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import jsonschema
@@ -14,12 +15,13 @@ from vocabularies import glm4_json
 from sporeloom.core.errors import ConfigError
 from sporeloom.data.chat_template import ChatTemplate, TemplatedTokenizer
 from sporeloom.inference.sampling import History, Sampler, SamplingConfig, ban
+from sporeloom.serve.config import ServedModel
 from sporeloom.serve.constraint import TokenMask
 from sporeloom.serve.fields import Fields, RequestError
 from sporeloom.serve.formats import CALLS, REASONING, ChatFormat, MarkedTokenizer
 from sporeloom.serve.messages import NO_TOOLS, ToolUse, read_tools
 from sporeloom.serve.parsing import MessageParser, message_of
-from sporeloom.serve.prepare import masks
+from sporeloom.serve.prepare import masks, prepare_chat
 from sporeloom.serve.requests import read_chat
 from sporeloom.serve.structured import answer_grammars, read_structure
 from sporeloom.serve.thinking import ThinkingBudget, template_variables
@@ -351,3 +353,36 @@ def test_an_effort_becomes_what_the_template_reads(tokenizer, tmp_path, template
     else:
         assert template_variables(model, {}, effort) == expected
         assert template_variables(model, dict.fromkeys(expected, 7), effort) == dict.fromkeys(expected, 7)
+
+
+VALUES = [None, True, 0, -1, 2**70, float("nan"), "", "x", "auto", "required", "\ud800", "小", [], [1], ["a"], {}]
+VALUES += [TOOLS, [{"type": "function", "function": {"name": "f", "parameters": {"type": ["x"]}, "strict": True}}]]
+VALUES += [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": {}}}, {"json": {"type": 3}}]
+VALUES += [
+    {"regex": "("},
+    {"choice": [3]},
+    {"choice": ["a", "\ud800"]},
+    {"grammar": "start: @x"},
+    {"json_object": True},
+]
+VALUES += ["start: /a/ start?", "root ::= root", "start: %json {", "(a*)*", "a{1,100000}", "(?P<x>a)(?P=x)"]
+VALUES += [{"properties": [], "anyOf": {}}, {"minProperties": "x", "required": 3}, {"$ref": "#/x"}, {"enum": [[], {}]}]
+NAMES = ["tools", "tool_choice", "parallel_tool_calls", "response_format", "structured_outputs", "guided_json"]
+NAMES += ["guided_regex", "guided_choice", "guided_grammar", "reasoning_effort", "thinking_token_budget"]
+
+
+def test_requests_that_make_no_sense_are_refused_and_the_others_answered(tokenizer):
+    templated = TemplatedTokenizer(
+        tokenizer, ChatTemplate(Path("t"), "{{ tools }}{{ thinking }}{{ messages[0].content }}")
+    )
+    model = ServedModel("m", templated, (tokenizer.eod_id,), form=HERMES)
+    job, draw, refused = SimpleNamespace(max_model_len=999, max_texts=9), random.Random(5), []
+    for _ in range(400):
+        body = {"messages": ASKED, "max_tokens": 5, draw.choice(NAMES): draw.choice(VALUES)}
+        try:
+            (choice,) = prepare_chat(job, model, read_chat(Fields(body), tokenizer.vocab_size)).choices
+        except RequestError as error:
+            refused.append((error.status, bool(error.param)))
+        else:
+            Text(tokenizer, choice.processors, 1).run(5)
+    assert set(refused) == {(400, True)} and 200 < len(refused) < 380

@@ -95,6 +95,12 @@ def test_a_run_resumes_with_its_averages_on_another_mesh(one_device, tmp_path):
     (out / "checkpoints" / "LATEST").write_text("step-00000001\n")
     strategy = ("--strategy", CONFIGS / "pangu_tiny_tp2.yaml")
     trained("--resume", "--steps", STEPS, *AVERAGED, "--output-dir", out, *strategy, processes=2)
+    before, after = (json.loads((folder / "summary.json").read_text()) for folder in (one_device, out))
+    assert (before["starts"], after["starts"]) == (1, 2) and after["steps"] == 2
+    times = [json.loads(line)["step_time_s"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    first, _ = json.loads((out / "history.json").read_text())["starts"]
+    latest = (out / "summary.json").stat().st_mtime - first["time"]
+    assert after["goodput"] == pytest.approx(sum(times) / latest, rel=0.05)
     expected = load_file(one_device / "ema_checkpoint" / "model.safetensors")
     for tensor, value in load_file(out / "ema_checkpoint" / "model.safetensors").items():
         np.testing.assert_allclose(value, expected[tensor], rtol=0, atol=2e-5, err_msg=tensor)

@@ -76,6 +76,13 @@ def test_a_run_leaves_metrics_configuration_scalars_and_a_checkpoint(one_device)
     assert sum(v.size for v in load_file(one_device / "checkpoint" / "model.safetensors").values()) == 691_712
 
 
+def test_a_chip_is_refused_where_there_is_none(tmp_path):
+    outcome = tool("tools/train.py", *SMALL, "--output-dir", tmp_path / "out", "--chip", "h100")
+    assert outcome.code == 2
+    assert "--chip h100: this process computes on CPUs, whose peak is unknown; leave it out" in outcome.output
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()
+
+
 def test_launch_trains_the_same_with_four_processes(one_device, tmp_path):
     out = tmp_path / "out"
     tokenizer = one_device / "checkpoint" / "tokenizer.model"

@@ -26,7 +26,6 @@ class DeviceModel:
         self.attention_flops = cluster.peak_tflops * 1e12 * fitted.attention
         self.bytes = cluster.memory_gb_per_s * 1e9 * fitted.memory
         self.launch = fitted.layer_overhead_us * 1e-6 / KERNELS_OF_LAYER
-        self.fuses = True
 
     def product(self, flops: float, moved_bytes: float, in_float32: bool) -> float:
         """A matrix product: its arithmetic, then each matrix once through memory."""

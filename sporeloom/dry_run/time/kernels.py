@@ -39,21 +39,13 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Graphs:
-    """Settings that all graphs of a rank share.
-
-    Args:
-        fuses: passes over memory between products and collectives are one kernel, as graph kernel fusion makes them; else
-            each operator is one.
-        overlaps: collectives have a stream of their own.
-    """
+    """Settings that all graphs of a rank share."""
 
     device: DeviceModel
     grid: DeviceGrid
     rank: int
     known: Mapping[Name, TensorType]
     """Local types of values that other graphs compute."""
-    fuses: bool = True
-    overlaps: bool = True
 
     def tasks(self, graph: Graph) -> list[Task]:
         """The kernels of a graph as tasks, in the order of their launch.
@@ -63,7 +55,7 @@ class Graphs:
         nodes, types = along_first_dim(graph), dict(self.known) | types_of(graph)
         for node in nodes:
             types |= {name: type for name, type in zip(node.outputs, node.types, strict=True) if type is not None}
-        kernels, costs = fused(nodes, graph, self.fuses), _Costs(self, graph, types, nodes)
+        kernels, costs = fused(nodes, graph), _Costs(self, graph, types, nodes)
         last: int | None = None
         for number, kernel in enumerate(kernels):
             if kernel.nodes[0].kind in COLLECTIVES:
@@ -85,7 +77,7 @@ class Graphs:
         return sorted(ranks), STAGES in axes
 
 
-def fused(nodes: Sequence[Node], graph: Graph, fuses: bool = True) -> list[Kernel]:
+def fused(nodes: Sequence[Node], graph: Graph) -> list[Kernel]:
     """Group operators into kernels.
 
     Operators that pass over memory and feed each other are one kernel if no product, collective or full sum lies on a way
@@ -117,7 +109,7 @@ def fused(nodes: Sequence[Node], graph: Graph, fuses: bool = True) -> list[Kerne
         is_barrier = _is_barrier(node) or is_effect(node, graph)
         kernels.append(Kernel([node], needed))
         joined.append(len(joined))
-        levels.append(depth if fuses and not is_barrier else None)
+        levels.append(None if is_barrier else depth)
         number = len(kernels) - 1
         for other in sorted(needed) if levels[number] is not None else ():
             if levels[other] == depth:
@@ -223,6 +215,5 @@ class _Costs:
         size = num_bytes(type) * (len(ranks) if node.kind == "ReduceScatter" else 1)
         kind = COLLECTIVES[node.kind]
         seconds = self.of.device.collective(kind, size, ranks)
-        stream = COMMUNICATION if self.of.overlaps else COMPUTE
         meets = (node.outputs[0], tuple(ranks)) if crosses else None
-        return Task(f"{kind} of {len(ranks)}", kind, stream, seconds, needs=needs, meets=meets)
+        return Task(f"{kind} of {len(ranks)}", kind, COMMUNICATION, seconds, needs=needs, meets=meets)

@@ -153,7 +153,7 @@ class _TimedStep(StepWalk):
 
     def tasks(self) -> list[Task]:
         update, grid = self.partitioned.update, self.partitioned.cut.sharded.grid
-        graphs = Graphs(self.device, grid, self.rank, self.types, self.device.fuses)
+        graphs = Graphs(self.device, grid, self.rank, self.types)
         programs = {
             one: self._program(f"{one.kind} of part {one.part}", graphs, made.graph)
             for one, made in self.passes_of_stage.items()
@@ -162,7 +162,7 @@ class _TimedStep(StepWalk):
         results = self.run_passes(stages) if stages else self.run_whole(programs)
         if update:
             graph = update.graphs[self.stage]
-            of_update = Graphs(self.device, update.sharded.grid, self.rank, {}, self.device.fuses)
+            of_update = Graphs(self.device, update.sharded.grid, self.rank, {})
             self._program("update", of_update, graph).run(self.update_inputs(graph, results))
         self._move_moments()
         return self.into.tasks

@@ -36,10 +36,6 @@ class Task:
     """FLOPs of matrix products."""
     meets: Hashable = None
     """Key that the tasks of other ranks have, too, which start together with this one."""
-    gives: Hashable = None
-    """Message that is there when this task ends."""
-    awaits: Hashable = None
-    """Message without which this task does not start."""
     inside: RankTime | None = field(default=None, repr=False)
     """The tasks that a PASS stands for, from its start on, simulated as those of rank 0."""
 
@@ -154,7 +150,6 @@ class _Simulation:
         """Tasks of each stream, in order."""
         self.heads: Counter[tuple[int, str]] = Counter()
         self.parties: dict[Hashable, list[Place]] = defaultdict(list)
-        self.givers: dict[Hashable, Place] = {}
         self.waiting: dict[Place, list[Place]] = defaultdict(list)
         """Task that has not ended -> those that wait for it."""
         for rank, tasks in ranks.items():
@@ -162,8 +157,6 @@ class _Simulation:
                 self.queues[rank, task.stream].append(number)
                 if task.meets is not None:
                     self.parties[task.meets].append(Place(rank, number))
-                if task.gives is not None:
-                    self.givers[task.gives] = Place(rank, number)
 
     def run(self) -> dict[int, RankTime]:
         ready = [Place(rank, queue[0]) for (rank, _), queue in self.queues.items()]
@@ -221,8 +214,6 @@ class _Simulation:
         if head:
             yield Place(place.rank, queue[head - 1])
         yield from (Place(place.rank, number) for number in task.needs)
-        if task.awaits is not None:
-            yield self.givers[task.awaits]
 
 
 def critical_path(ranks: Mapping[int, RankTime]) -> dict[str, float]:

@@ -60,11 +60,6 @@ def test_ranks_that_wait_for_each_other_are_an_error():
         simulate(crossed)
 
 
-def test_a_message_that_is_awaited_is_there_when_its_giver_ends():
-    found = simulate({0: [compute("a", 4, gives="m")], 1: [compute("b", 1), compute("c", 1, awaits="m")]})
-    assert [span[:2] for span in found[1].spans] == [(0, 1), (4, 5)]
-
-
 def pipeline(num_stages, num_microbatches, schedule, seconds, message=0.0):
     """A pipeline whose passes take `seconds`, with messages as devices send them."""
     ranks = {}

@@ -83,7 +83,9 @@ class Dimensions(Widths):
     """Entries of all layers' residual streams and sparse attention, whole on every tensor parallel rank; their
     activations are not counted."""
     mtp_entries: Amount = 0
-    """Entries of all layers of multi-token prediction; counted in num_parameters only."""
+    """Entries of all layers of multi-token prediction."""
+    mtp_layers: Natural = 0
+    """Number of these layers, which are in the last stage; their time and activations are not counted."""
     products: Products | None = None
     """Products besides those of a layer of query, key, value, output, MLP and experts."""
     dropout: bool = True
@@ -169,6 +171,11 @@ class Dimensions(Widths):
         return (1 + self.norm_bias) * self.hidden_size
 
     @property
+    def mtp_vectors_and_projection(self) -> int:
+        """Entries of a layer of multi-token prediction besides those of a layer, whole on every tensor parallel rank."""
+        return 2 * self.hidden_size**2 + 3 * self.norm
+
+    @property
     def num_norms(self) -> int:
         """Number of norms in a layer."""
         return {"sequential": 2, "parallel": 1, "sandwich": 4}[self.block]
@@ -211,7 +218,7 @@ class Dimensions(Widths):
         matrices += more.streams + more.mtp - more.vectors * self.num_layers
         attention, indexer = more.attention(self.seq_len), more.indexer(self.seq_len)
         return tokens * (
-            trained * matrices + part * (6 * attention * (self.num_layers + more.mtp_layers) + 2 * indexer)
+            trained * matrices + part * (6 * attention * (self.num_layers + self.mtp_layers) + 2 * indexer)
         )
 
 
@@ -243,6 +250,7 @@ def of_decoder(config: ModelConfig, seq_len: int | None = None, has_drops: bool 
         dropout=config.dropout_rate > 0,
         further_entries=_further_entries(config),
         mtp_entries=sum(math.prod(s) for name, s in parameter_shapes(config).items() if name.startswith("mtp.")),
+        mtp_layers=config.num_mtp_layers,
         products=products_of(config, seq_len or config.seq_len),
         float32_softmax=True,
     )

@@ -91,6 +91,9 @@ def _stage_copies(stages: Stages) -> tuple[Counter[int], ...]:
     first, last = counts[0], counts[last_stage]
     first[1] += words
     first[tp] += min(dims.position_tables, 1) * table
+    for copies, entries in (sparse if dims.num_experts else dense).items():
+        last[copies] += dims.mtp_layers * entries
+    last[tp] += dims.mtp_layers * dims.mtp_vectors_and_projection
     last[tp] += dims.norm + max(dims.position_tables - 1, 0) * table
     if dims.value_head:
         last[tp] += dims.hidden_size
@@ -120,7 +123,9 @@ def expert_parameters(dims: Dimensions, job: Parallelism) -> tuple[int, ...]:
     from the others."""
     whole = dims.mlp_bias * dims.hidden_size  # the bias of the sum over the parts
     part = (dims.expert_parameters - whole) // job.parts_of_expert + whole
-    return tuple(layers * dims.num_experts * part // job.ep for layers in job.expert_layers(dims))
+    layers = list(job.expert_layers(dims))
+    layers[job.last_stage] += dims.mtp_layers if dims.num_experts else 0
+    return tuple(count * dims.num_experts * part // job.ep for count in layers)
 
 
 def expert_shards(job: Parallelism) -> int:

@@ -33,7 +33,6 @@ class Products:
     """Features of its scores, of all heads."""
     mtp: int = 0
     """Matrices of multi-token prediction: of its layers, and the head once for each."""
-    mtp_layers: int = 0
 
     def attention(self, seq_len: int) -> float:
         """Scores and context of a layer, and what its sinks need of a sequence."""
@@ -59,7 +58,6 @@ def products_of(config: ModelConfig, seq_len: int) -> Products | None:
         indexer_entries=entries,
         indexer_features=features,
         mtp=_mtp(config),
-        mtp_layers=config.num_mtp_layers,
     )
 
 

@@ -3,13 +3,15 @@
 
 import dataclasses
 import json
+import math
 
 import pytest
 from conftest import ROOT, call
 
 from sporeloom.models.config import ModelConfig
-from sporeloom.models.family import size_config
-from sporeloom.planner.closed_forms import job_of
+from sporeloom.models.family import family_module, size_config
+from sporeloom.parallel.parallelize import parallelize
+from sporeloom.planner.closed_forms import job_of, parameter_bytes
 from sporeloom.planner.dimensions import of_decoder
 from sporeloom.planner.step_time import flops_per_device
 from sporeloom.strategy.loader import load_strategy
@@ -40,6 +42,7 @@ def test_plans_count_the_flops_of_graphs(size, write):
     job = values["job"]
     dims, tokens = of_decoder(config), job["batch_size"] * config.seq_len
     planned = job_of(load_strategy(path), config, job["batch_size"])
+    assert {rank["parameter_bytes"] for rank in values["ranks"]} == set(parameter_bytes(dims, planned))
     flops = {name: sum(rank["flops"].get(name, 0) for rank in values["ranks"]) for name in values["ranks"][0]["flops"]}
     again = flops.pop("recompute")
     more_rows = 0
@@ -53,3 +56,13 @@ def test_plans_count_the_flops_of_graphs(size, write):
     assert again <= (with_recomputation - model + rows) * 1.01  # graphs leave out what no gradient needs
     assert again >= 0.8 * (with_recomputation - model + rows)
     assert dims.model_flops(tokens) > 1.02 * dataclasses.replace(dims, products=None).model_flops(tokens)
+
+
+def test_layers_of_multi_token_prediction_are_in_the_last_stage(write):
+    rules = f"rules: {ROOT}/parallel_configs/rules/experts.yaml\npipeline: {{num_microbatches: 2}}\n"
+    strategy = load_strategy(write("s.yaml", f"mesh: {{pp: 2, dp: 2, ep: 2}}\n{rules}"))
+    config = ModelConfig(**{**size_config("pangu", "ultra_moe_tiny").to_dict(), **SMALL, "num_layers": 4})
+    held = [0, 0]
+    for parameter in parallelize(family_module("pangu", "model").ModelWithLoss(config), strategy).parameters:
+        held[parameter.stage] += 4 * math.prod(parameter.local_shape)
+    assert parameter_bytes(of_decoder(config), job_of(strategy, config, 4)) == held

@@ -102,7 +102,6 @@ def test_parameters_are_counted_as_the_models_count_them(family, size):
     config = size_config(family, size)
     dims, count = of_decoder(config), num_parameters(config)
     assert dims.num_parameters == count
-    count -= dims.mtp_entries  # of no stage
     (experts,) = expert_parameters(dims, Parallelism())
     assert stage_parameters(dims, Parallelism()) == (count - experts,)
     (copies,) = stage_copies(dims, Parallelism(tp=4))

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from sporeloom.core.command_line import Overwrite, argument, check_numbers, option, output, parse_args
 from sporeloom.core.errors import ConfigError, without_control
@@ -39,6 +39,8 @@ FILLS = (
 
 @dataclass(frozen=True, kw_only=True)
 class TranslateConfig(Overwrite):
+    common: ClassVar[tuple[str, ...]] = ("to", "dialect", "out", "config_out", "devices", "rules", "json", "strict")
+
     input: Path = argument("file to translate")
     to: Literal["ours", "mindformers1", "mindformers2", "megatron"] = option(..., "dialect to write")
     dialect: Literal["ours", "mindformers1", "mindformers2", "megatron", "deepspeed"] | None = option(

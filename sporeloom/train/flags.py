@@ -26,7 +26,7 @@ class RunFlags:
     """The length of a run and its output folder."""
 
     heading: ClassVar[str] = "run"
-    common: ClassVar[tuple[str, ...]] = ("run", "output_dir", "steps", "batch_size", "seq_len", "seed")
+    common: ClassVar[tuple[str, ...]] = ("output_dir", "steps", "batch_size", "seq_len")
 
     run: Path | None = run_file()
     output_dir: Path = option(
@@ -66,7 +66,7 @@ class DataFlags:
     """The training data and its tokenizer."""
 
     heading: ClassVar[str] = "data"
-    common: ClassVar[tuple[str, ...]] = ("data", "tokenizer")
+    common: ClassVar[tuple[str, ...]] = ("data",)
 
     data: Path = option(..., "training data")
     tokenizer: Path | None = option(
@@ -194,7 +194,7 @@ class ValidationFlags:
     """Losses of texts that are not trained on, and what follows from them."""
 
     heading: ClassVar[str] = "validation"
-    common: ClassVar[tuple[str, ...]] = ("validation_data", "validate_every")
+    common: ClassVar[tuple[str, ...]] = ("validation_data",)
 
     validation_data: tuple[str, ...] = option(
         (),
@@ -275,7 +275,7 @@ class CheckpointFlags:
     """Saving and resuming the training state."""
 
     heading: ClassVar[str] = "checkpoints"
-    common: ClassVar[tuple[str, ...]] = ("save_every", "resume")
+    common: ClassVar[tuple[str, ...]] = ("resume",)
 
     save_every: Natural = option(0, "interval in steps between checkpoints of the full training state; 0: none")
     save_minutes: NotNegative = option(

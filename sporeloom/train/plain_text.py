@@ -45,7 +45,7 @@ class SizeFlags:
     """The size of the network."""
 
     heading: ClassVar[str] = "model"
-    common: ClassVar[tuple[str, ...]] = ("model", "size", "config")
+    common: ClassVar[tuple[str, ...]] = ("model", "size")
 
     model: str = option("pangu", "model family")
     size: str = option("tiny", "built-in size of the family")

@@ -50,7 +50,6 @@ with the closed form plus that.
   formulas have no such term. A plan for this package's own engine is too optimistic by the column `casts, sums`.
 - **Gradients of replicas** are reduced in the update's graph, after the last pass. Nothing hides them there; the formulas
   hide a fitted 90 % behind the last backward pass, as published runs do.
-- **With ZeRO** and no pipeline, a recomputed layer gathers its weights again; the formulas gather once.
 - **Pipelines**: the formulas let every message wait, in both directions. A stage sends without waiting, so the
   simulation exposes little more than what is received.
 - **Few layers on a stage**: the embedding's and the head's collectives over tp are not in the formulas.

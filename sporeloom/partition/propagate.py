@@ -82,8 +82,6 @@ class _Walk(Resharding):
         self.ids_by_row = ids_by_row(graph)
         self.forward: dict[Name, tuple[Node, Plan]] = {}
         """First output -> operator of the forward pass and its plan."""
-        self.original: dict[Name, Name] = {}
-        """Recomputed value -> the value of the forward pass."""
         self.summed_with = summed_with(graph)
         self.keeping_sums: set[Name] = set()
         """Outputs of casts that may keep partial sums pending."""
@@ -103,7 +101,8 @@ class _Walk(Resharding):
     def run(self, gathers_outputs: bool) -> ShardedGraph:
         for node in self.source.nodes:
             self.consumer, self.scope = node.path or node.outputs[0], node.scope
-            self.visit(node)
+            if not self.is_repeated(node):
+                self.visit(node)
             self.note(node)
         self.consumer = "an output of the graph"
         for name in self.source.outputs:

@@ -10,6 +10,7 @@ from sporeloom.partition.graph import OF_THIS_PASS, Graph, Name, Node, followed
 from sporeloom.partition.graph_builder import Building
 from sporeloom.partition.grid import DeviceGrid
 from sporeloom.partition.layout import ValueLayout
+from sporeloom.partition.sharded_graph import Value
 
 
 class Resharding(Building, ABC):
@@ -18,6 +19,8 @@ class Resharding(Building, ABC):
     def __init__(self, source: Graph, grid: DeviceGrid):
         super().__init__(source, grid)
         self.reshards = False
+        self.original: dict[Name, Name] = {}
+        """Recomputed value -> the value of the forward pass."""
         self._of_parameters = {*source.parameters}
         """Values that depend on parameters and constants alone."""
         self._due: dict[tuple[Name, bool], Name] = {}
@@ -30,6 +33,24 @@ class Resharding(Building, ABC):
         if depends and all(depends) and not node.attributes.get("side_effect_mem"):
             self._of_parameters |= {*node.outputs}
 
+    def is_repeated(self, node: Node) -> bool:
+        """Take the value of the forward pass for one that is made of parameters and recomputed, such as the cast of a weight,
+        if it was gathered: without `reshards` this is done once. Returns whether it is such a one."""
+        names = [name for name in node.flat_inputs() if not self.values[name].is_constant]
+        if self.reshards or node.again not in self.values or len(node.outputs) != 1:
+            return False
+        if not names or not self._of_parameters.issuperset(names) or node.attributes.get("side_effect_mem"):
+            return False
+        (name,), before = node.outputs, self.values[node.again]
+        if len({self.grid.degree(layout.axes) for layout in (before.layout, *before.copies) if layout}) < 2:
+            return False  # every rank has as much of it as it needs
+        self.values[name], self.original[name] = before, node.again
+        return True
+
+    def _is_gathered(self, value: Value, layout: ValueLayout) -> bool:
+        assert value.layout is not None
+        return self.grid.degree(layout.axes) < self.grid.degree(value.layout.axes)
+
     def is_resharded(self, name: Name) -> bool:
         """Whether a value is to stay as it is, and is gathered for each pass."""
         return self.reshards and name in self._of_parameters
@@ -41,10 +62,10 @@ class Resharding(Building, ABC):
     def when_due(self, node: Node, given: Name, wanted: ValueLayout | None) -> Name:
         """An input of a node. If it is made of parameters and must be gathered, it waits for another input of the first
         node of this pass that uses it."""
-        layout = self.values[given].layout
-        if not self.is_resharded(given) or layout is None or wanted is None:
+        value = self.values[given]
+        if not self.is_resharded(given) or value.layout is None or wanted is None:
             return given
-        if self.grid.degree(wanted.axes) >= self.grid.degree(layout.axes) or node.attributes.get("side_effect_mem"):
+        if not self._is_gathered(value, wanted) or node.attributes.get("side_effect_mem"):
             return given
         key = given, node.scope is not None and node.scope.is_backward
         if key not in self._due and (other := self._other_input(node)):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """With `reshards` a parameter is gathered for the forward pass and anew for the backward pass, when it is needed."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -90,3 +92,21 @@ def test_layers_of_a_stage_are_never_gathered_all_at_once():
     made = [(i, last[node.outputs[0]]) for i, node in enumerate(nodes) if node.kind == "AllGather"]
     alive = [sum(start <= i <= end for start, end in made) for i in range(len(nodes))]
     assert max(alive) == 1 and np.count_nonzero(alive) > 5
+
+
+@pytest.mark.parametrize(("reshards", "number"), [(False, 3), (True, 6)])
+def test_a_cast_that_is_recomputed_is_not_gathered_again_but_to_reshard(reshards, number):
+    graph = chain(half=True)
+    place = next(i for i, node in enumerate(graph.nodes) if node.outputs[0] == "g2")
+    backward = [
+        replace(node, inputs=tuple(name.replace("cast", "again") for name in node.inputs))
+        for node in graph.nodes[place:]
+    ]
+    repeated = [
+        Node("Cast", (f"w{i}", f"d{i}"), (f"again{i}",), (SQUARE,), scope=Scope("", True, f"again{i}", "", f"cast{i}"))
+        for i in range(3)
+    ]
+    graph.nodes[place:] = [*repeated, *backward]
+    parameters = {f"w{i}": BY_ROW for i in range(3)}
+    sharded = shard_graph(graph, GRID, parameters, {"x": BY_ROW}, gathers_outputs=False, reshards=reshards)
+    assert [c.kind for c in sharded.communications] == ["AllGather"] * number

@@ -56,10 +56,13 @@ def one_writer(target: Path, is_folder: bool = True) -> Iterator[None]:
         os.close(handle)
 
 
-def is_being_written(folder: Path) -> bool:
-    """Whether a process has locked `folder` as its writer; never on file systems that know no locks."""
+def is_being_written(folder: Path) -> bool | None:
+    """Whether a process has locked `folder` as its writer; never on file systems that know no locks. None: another user has
+    or had it."""
     try:
         handle = os.open(folder / WRITER, os.O_RDWR | os.O_CLOEXEC)
+    except PermissionError:
+        return None
     except OSError:
         return False
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Built-in strategies, rules and clusters, found by name from any working folder."""
+"""Built-in strategies, rules, clusters and faults, found by name from any working folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sporeloom.core.errors import ConfigError, did_you_mean
 
 FOLDER = Path(__file__).resolve().parents[2] / "parallel_configs"
 """Their folder: next to the package, in the repository and where it is installed."""
-RULES, CLUSTERS = "rules", "clusters"
+RULES, CLUSTERS, FAULTS = "rules", "clusters", "faults"
 DECODER, EXPERTS = "decoder", "experts"
 """The rules of the model families, and of those with experts."""
 
@@ -17,7 +17,7 @@ DECODER, EXPERTS = "decoder", "experts"
 def shipped_or_file(path: str | Path, kind: str = "") -> Path:
     """Find the file of `path`: a file, or a built-in one by its bare name (no folder, no .yaml).
 
-    `kind`: RULES or CLUSTERS; strategies without.
+    `kind`: RULES, CLUSTERS or FAULTS; strategies without.
 
     Raises:
         ConfigError: there is no file of that name, here or with the package.

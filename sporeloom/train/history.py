@@ -15,6 +15,8 @@ from sporeloom.core.json_text import json_text
 from sporeloom.core.lines import file_lines
 
 FILE, METRICS = "history.json", "metrics.jsonl"
+LATEST = 1e11
+"""Seconds since 1970 that dates can still be made of."""
 
 
 @dataclass
@@ -32,9 +34,15 @@ class History:
     def read(cls, folder: Path) -> History | None:
         """The history of a run's folder; None: it has none that can be read."""
         try:
-            return cls(**json.loads((folder / FILE).read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
+            found = cls(**json.loads((folder / FILE).read_text(encoding="utf-8")))
+            for start in found.starts:
+                if not 0 <= start.get("time", 0.0) <= LATEST:
+                    return None
+            for each in found.rewinds:
+                range(each["first"], each["last"])
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None
+        return found
 
     @classmethod
     def begin(cls, folder: Path, began: float, steps_done: int, is_resumed: bool) -> History:
@@ -42,6 +50,8 @@ class History:
         history = cls.read(folder) if is_resumed else None
         if history is None:
             history = cls(secrets.token_hex(4), [{}] if is_resumed else [])
+        # Steps after the resumed state are computed again, and then count.
+        history.rewinds = [each for each in history.rewinds if each["last"] <= steps_done]
         history.starts.append({"time": round(began, 3), "steps_done": steps_done})
         history.write(folder)
         return history
@@ -60,10 +70,12 @@ class History:
         return self.starts[0].get("time") if self.starts else None
 
     def productive_seconds(self, folder: Path) -> float:
-        """Time of the steps whose updates the weights still have; a resumed run has removed the lines of the others."""
+        """Time of the steps whose updates the weights still have. A resumed run has removed the lines of the others; a step
+        that updated nothing has no gradient norm."""
         lost = [range(each["first"], each["last"] + 1) for each in self.rewinds]
-        lines = map(json.loads, file_lines(folder / METRICS))
-        return sum(line["step_time_s"] for line in lines if not any(line["step"] in steps for steps in lost))
+        lines = [json.loads(line) for line in file_lines(folder / METRICS)]
+        updates = [line for line in lines if line.get("grad_norm") is not None]
+        return sum(line["step_time_s"] for line in updates if not any(line["step"] in steps for steps in lost))
 
     def goodput(self, folder: Path, now: float | None = None) -> float | None:
         """Productive time over the time since the first start, with all restarts and the time between them."""

@@ -139,9 +139,7 @@ class MetricsWriter:
     def __enter__(self) -> MetricsWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bar.close()
-        for tracker in self._trackers:
-            tracker.finish(has_failed=kind is not None)
         with contextlib.suppress(OSError):  # what is not written was reported above
             self._lines.close()

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,11 +13,14 @@ from typing import Any
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.lines import split_lines
 from sporeloom.core.locks import is_being_written
+from sporeloom.core.numbers import MAX_COUNT
 from sporeloom.train.history import METRICS, History
 
 CONFIG, SUMMARY = "config.json", "summary.json"
 Points = list[tuple[int, float]]
 """Values of a metric by step, finite ones only."""
+MAX_VALUE = 1e300
+"""Larger values are as good as infinite: their differences are."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +34,13 @@ class RecordedRun:
     """Metrics of its steps."""
     history: History | None
     status: str
-    """`finished`, `running` or `stopped`."""
+    """`finished`, `running`, `stopped`, or `unknown`: another user runs or ran it."""
     began: float
     """Seconds since 1970."""
 
     @property
     def _train(self) -> Mapping[str, Any]:
-        return self.settings.get("train") or {}
+        return _mapping(self.settings.get("train"))
 
     @property
     def name(self) -> str:
@@ -48,14 +50,16 @@ class RecordedRun:
     def model(self) -> str:
         """Family and size, the file of the model's configuration, or the checkpoint that training began with."""
         train = self._train
-        if "size" not in train:
+        if train.get("config"):
+            return f"{train.get('model')} {Path(str(train['config'])).stem}"
+        if train.get("from_checkpoint") or "size" not in train:
             return str(train.get("from_checkpoint") or "-")
-        return f"{train.get('model')} {Path(train['config']).stem if train.get('config') else train['size']}"
+        return f"{train.get('model')} {train['size']}"
 
     @property
     def mesh(self) -> str:
         """Degrees other than 1: `dp2 tp4`."""
-        mesh = (self.settings.get("strategy") or {}).get("mesh") or {}
+        mesh = _mapping(_mapping(self.settings.get("strategy")).get("mesh"))
         degrees = [f"{axis}{mesh[axis]}" for axis in ("pp", "dp", "cp", "ep", "tp") if mesh.get(axis, 1) != 1]
         return " ".join(degrees) or "1 device"
 
@@ -83,7 +87,12 @@ class RecordedRun:
 
 
 def _is_finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and abs(value) < MAX_VALUE
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def find_runs(folders: Iterable[Path]) -> list[RecordedRun]:
@@ -119,7 +128,7 @@ def _runs_in(folder: Path) -> list[Path]:
 def _read(folder: Path) -> RecordedRun:
     try:
         settings = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         settings = {}
     history, metrics = History.read(folder), folder / METRICS
     began = history.first_start if history else None
@@ -147,9 +156,9 @@ def _metrics(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         try:
             values = json.loads(line)
-            if not isinstance(values["step"], int):
+            if not isinstance(values["step"], int) or abs(values["step"]) > MAX_COUNT:
                 raise TypeError
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             if number == len(lines):
                 break
             raise ConfigError(f"{path}:{number}: not the metrics of a step") from None
@@ -158,8 +167,9 @@ def _metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _status(folder: Path) -> str:
-    if is_being_written(folder):
-        return "running"
+    is_running = is_being_written(folder)
+    if is_running or is_running is None:
+        return "running" if is_running else "unknown"
     summary = folder / SUMMARY
     is_current = summary.is_file() and summary.stat().st_mtime >= (folder / METRICS).stat().st_mtime
     return "finished" if is_current else "stopped"

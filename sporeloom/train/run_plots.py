@@ -6,12 +6,12 @@ from __future__ import annotations
 import string
 import time
 from collections.abc import Sequence
-from itertools import zip_longest
 
+from sporeloom.core.errors import without_control
 from sporeloom.train.recorded import Points, RecordedRun
 
 MARKS = string.ascii_letters
-"""Marks of runs in the plot, in order; further ones are not drawn."""
+"""Marks of the newest runs, which the plot has."""
 OVERLAP = "*"
 WIDTH, HEIGHT = 72, 16
 HEAD = ("", "run", "model", "mesh", "steps", "loss", "validation", "tokens/s", "status", "started")
@@ -27,9 +27,9 @@ def cells(run: RecordedRun) -> tuple[str, ...]:
     """The columns of a run, without its mark."""
     steps = f"{run.steps}" if run.total_steps in (None, run.steps) else f"{run.steps} of {run.total_steps}"
     return (
-        run.name,
-        run.model,
-        run.mesh,
+        without_control(run.name),
+        without_control(run.model),
+        without_control(run.mesh),
         steps,
         number(run.last("loss"), ".4f"),
         number(run.last("validation/loss"), ".4f"),
@@ -39,9 +39,15 @@ def cells(run: RecordedRun) -> tuple[str, ...]:
     )
 
 
+def marked(runs: Sequence[RecordedRun]) -> list[tuple[str, RecordedRun]]:
+    """Each run with its mark; the last ones are the newest."""
+    marks = " " * (len(runs) - len(MARKS)) + MARKS
+    return list(zip(marks, runs, strict=False))
+
+
 def table(runs: Sequence[RecordedRun]) -> str:
     """A line for each run."""
-    rows = [HEAD, *((mark, *cells(run)) for mark, run in zip_longest(MARKS[: len(runs)], runs, fillvalue=" "))]  # type: ignore[arg-type]
+    rows = [HEAD, *((mark, *cells(run)) for mark, run in marked(runs))]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -69,8 +75,10 @@ def span(curves: Sequence[Points]) -> tuple[int, int]:
 
 
 def plot(runs: Sequence[RecordedRun], metric: str) -> str:
-    """Draw a metric of the first runs by step: a mark for each run, `*` where several meet."""
-    drawn = [(mark, run.points(metric)) for mark, run in zip(MARKS, runs, strict=False)]
+    """Draw a metric of the runs that have a mark by step; `*` where several meet."""
+    drawn = [(mark, points) for mark, run in marked(runs) if mark != " " and (points := run.points(metric))]
+    if not drawn:
+        return f"none of the newest {len(MARKS)} runs has {metric}"
     first, last = span([points for _, points in drawn])
     curves = [(mark, thinned(points, WIDTH, first, last)) for mark, points in drawn]
     values = [value for _, curve in curves for value in curve.values()]
@@ -88,5 +96,5 @@ def plot(runs: Sequence[RecordedRun], metric: str) -> str:
     ]
     lines += [f"{'':>10} +{'-' * WIDTH}", f"{'':>10}  {first:<{WIDTH - 12}}{last:>12}"]
     if len(runs) > len(MARKS):
-        lines.append(f"{len(runs) - len(MARKS)} more runs are not drawn")
+        lines.append(f"the oldest {len(runs) - len(MARKS)} runs are not drawn")
     return "\n".join(lines)

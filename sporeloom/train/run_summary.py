@@ -97,7 +97,8 @@ def describe(summary: dict[str, Any]) -> str:
     """One line for the log."""
     total, split = summary["total_s"], summary["time_s"]
     parts = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in split.items())
-    return "; ".join([f"{total:,.1f} s: {parts}", ", ".join(_rates(summary)), ", ".join(_more(summary))])
+    told = (f"{total:,.1f} s: {parts}", ", ".join(_rates(summary)), ", ".join(_more(summary)))
+    return "; ".join(filter(None, told))
 
 
 def _rates(summary: dict[str, Any]) -> Iterator[str]:

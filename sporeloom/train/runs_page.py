@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from sporeloom.core.errors import without_control
 from sporeloom.train.recorded import RecordedRun
 from sporeloom.train.run_plots import HEAD, NUMBERS, cells, number, span, thinned
 
@@ -83,7 +84,7 @@ def chart(runs: Sequence[RecordedRun], metric: str, title: str) -> str:
 
     lines = "".join(
         f"<polyline points='{' '.join(place(*point) for point in sorted(curve.items()))}' {stroke(index)}>"
-        f"<title>{escape(run.name)}: {number(run.last(metric), '.5g')}</title></polyline>"
+        f"<title>{escape(without_control(run.name))}: {number(run.last(metric), '.5g')}</title></polyline>"
         for index, (run, curve) in enumerate(zip(runs, curves, strict=True))
         if curve
     )

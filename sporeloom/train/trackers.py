@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -72,6 +74,9 @@ class MLflow(Tracker):
     """A run of MLflow; a resumed run is found by its tag."""
 
     def __init__(self, run: TrackedRun):
+        # All ranks wait for the one that reports: a server that does not answer may cost seconds, not minutes.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         import mlflow  # noqa: PLC0415 (optional)
 
         self._mlflow = mlflow
@@ -153,7 +158,10 @@ class GuardedTracker(Tracker):
         try:
             call()
         except Exception as error:
-            self._tracker = None
+            tracker, self._tracker = self._tracker, None
+            if tracker:
+                with contextlib.suppress(Exception):  # whatever can still be ended is
+                    tracker.finish(has_failed=True)
             what = first_line(error) or type(error).__name__
             milestone(f"{self.name}: {what}; the run continues without it, metrics.jsonl has all metrics")
 
@@ -162,8 +170,27 @@ class GuardedTracker(Tracker):
             self._attempt(lambda: tracker.log(step, values))
 
     def finish(self, has_failed: bool) -> None:
-        if tracker := self._tracker:
+        tracker, self._tracker = self._tracker, None
+        if tracker:
             self._attempt(lambda: tracker.finish(has_failed))
+
+
+@contextlib.contextmanager
+def reporting_to(trackers: list[Tracker]) -> Iterator[list[Tracker]]:
+    """End the run at each tracker after the block: as failed if the block raises."""
+    try:
+        yield trackers
+    except BaseException:
+        mark_failed(trackers)
+        raise
+    for tracker in trackers:
+        tracker.finish(has_failed=False)
+
+
+def mark_failed(trackers: list[Tracker]) -> None:
+    """End the run at each tracker as one that did not reach its end."""
+    while trackers:
+        trackers.pop(0).finish(has_failed=True)
 
 
 def open_trackers(names: Sequence[TrackerName], run: TrackedRun) -> list[Tracker]:

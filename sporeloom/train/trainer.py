@@ -30,13 +30,15 @@ from sporeloom.train.history import History
 from sporeloom.train.metrics import MetricsWriter, StepMetrics
 from sporeloom.train.optim import set_number
 from sporeloom.train.rerun import run_twice
+from sporeloom.train.run_summary import FILE as SUMMARY
 from sporeloom.train.run_summary import PeakMemory, describe, write_summary
 from sporeloom.train.saving import Saver, averaged_weights, begin_averages, start_from, versions
 from sporeloom.train.spikes import parse_steps
 from sporeloom.train.start import Training, compile_for, start
 from sporeloom.train.state import SCHEDULE, make_saver, resume, rewind
 from sporeloom.train.tensorboard import TensorBoard
-from sporeloom.train.trackers import GuardedTracker, TrackedRun, Tracker, open_trackers
+from sporeloom.train.trackers import GuardedTracker, TrackedRun, Tracker, mark_failed, open_trackers, reporting_to
+from sporeloom.train.utilization import uncounted
 from sporeloom.train.validation import Validation
 
 FLOAT32_BYTES = 4
@@ -80,6 +82,7 @@ def _train(run: Run) -> Path | None:
             clear(config.output_dir)
         point_to(config.output_dir)
         _write_resolved(training.run, training.report)
+    training.engine.barrier()  # another rank writes to the folder next
     if config.from_checkpoint and (run.lora or not config.resume):
         start_from(
             training.step,
@@ -95,9 +98,22 @@ def _train(run: Run) -> Path | None:
     if steps_done < config.steps:
         training.task.begin(training.step, steps_done)
     saver = make_saver(training, steps_done)  # after the schedule of the resumed run is known
+    if config.chip and (what := uncounted(run)):
+        training.say(f"--chip {config.chip}: no MFU and HFU, because the FLOPs of {what} are not counted")
+    if not training.engine.is_log_rank:
+        return _steps_and_model(training, [], saver, steps_done)
+    training.history = History.begin(config.output_dir, began, steps_done, bool(config.resume))
+    with reporting_to(_trackers(training, training.history, steps_done)) as trackers:
+        found = _steps_and_model(training, trackers, saver, steps_done)
+        if found is None:
+            mark_failed(trackers)
+    return found
+
+
+def _steps_and_model(training: Training, trackers: list[Tracker], saver: Saver, steps_done: int) -> Path | None:
+    """Train, and write the model. Returns its folder; None if the run was stopped before its end."""
+    config = training.run.config
     if training.engine.is_log_rank:
-        training.history = History.begin(config.output_dir, began, steps_done, bool(config.resume))
-        trackers = _trackers(training, training.history, steps_done)
         with MetricsWriter(config.output_dir, config.steps, steps_done, trackers) as writer:
             done, first, last = run_steps(training, writer, saver, steps_done)
     else:
@@ -144,7 +160,7 @@ def _summarize(training: Training) -> None:
     """Log the time, throughput and memory of the run, and write them to its folder."""
     memory = PeakMemory.of_process().over_ranks(training.engine)
     history, folder = training.history, training.run.config.output_dir
-    if history and training.times.steps:
+    if history and (training.times.steps or not (folder / SUMMARY).exists()):
         goodput = history.goodput(folder)
         summary = {
             **training.times.summary(training.utilization),
@@ -154,6 +170,10 @@ def _summarize(training: Training) -> None:
         }
         write_summary(folder, summary)
         training.say(describe(summary))
+    elif history:
+        (
+            folder / SUMMARY
+        ).touch()  # no step was left: it is that of the run, and newer than metrics.jsonl, which is not
 
 
 def run_steps(
@@ -239,7 +259,7 @@ def _validated(training: Training, validation: Validation, metrics: StepMetrics,
         if config.validate_ema:
             with averaged_weights(training.step):
                 averaged = validation.losses()
-            losses |= {name.replace("/loss", "/ema_loss"): value for name, value in averaged.items()}
+            losses |= {name.removesuffix("loss") + "ema_loss": value for name, value in averaged.items()}
     told = ", ".join(f"{name} {losses[f'validation/{name}/loss']:.4f}" for name in validation.sets)
     of_averages = f"; of averages {losses['validation/ema_loss']:.4f}" if config.validate_ema else ""
     training.say(f"step {metrics.step}: validation loss {told}{of_averages}")

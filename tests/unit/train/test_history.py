@@ -9,7 +9,7 @@ from sporeloom.train.history import FILE, History
 
 
 def write_steps(folder, seconds):
-    lines = [json.dumps({"step": step, "step_time_s": s}) for step, s in seconds.items()]
+    lines = [json.dumps({"step": step, "step_time_s": s, "grad_norm": 1.0}) for step, s in seconds.items()]
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
 
 
@@ -51,4 +51,33 @@ def test_a_run_that_an_earlier_release_began_has_no_goodput(tmp_path):
 
 def test_a_damaged_file_is_no_history(tmp_path):
     (tmp_path / FILE).write_text("{")
+    assert History.read(tmp_path) is None
+
+
+def test_steps_after_the_state_that_a_run_is_resumed_from_count_again(tmp_path):
+    history = History.begin(tmp_path, 0.0, 0, is_resumed=False)
+    history.rewind(tmp_path, 3, 4)
+    history.rewind(tmp_path, 11, 14)
+    assert History.begin(tmp_path, 20.0, 10, is_resumed=True).rewinds == [{"first": 3, "last": 4}]
+
+
+def test_a_step_that_updated_nothing_is_not_productive(tmp_path):
+    history = History.begin(tmp_path, 0.0, 0, is_resumed=False)
+    lines = [{"step": 1, "step_time_s": 4.0}, {"step": 2, "step_time_s": 1.0, "grad_norm": 0.5}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert history.productive_seconds(tmp_path) == 1.0
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"starts": [1]},
+        {"starts": [{"time": "now"}]},
+        {"starts": [{"time": 1e400}]},
+        {"rewinds": [{"first": 1}]},
+        {"x": 1},
+    ],
+)
+def test_a_file_of_another_form_is_no_history(tmp_path, damage):
+    (tmp_path / FILE).write_text(json.dumps({"id": "a", "starts": [], "rewinds": [], **damage}))
     assert History.read(tmp_path) is None

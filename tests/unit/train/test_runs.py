@@ -128,12 +128,6 @@ def test_many_steps_are_averaged():
     assert found == {n: sum(each) / len(each) for n, each in members.items()}
 
 
-def test_more_runs_than_letters_are_listed_and_not_drawn(tmp_path):
-    for number in range(len(MARKS) + 2):
-        write_run(tmp_path / f"run-{number:03}", [2.0, 1.0], began=1_000_000 + number)
-    assert plot(find_runs([tmp_path]), "loss").endswith("2 more runs are not drawn")
-
-
 def test_the_page_is_complete_and_fetches_nothing(tmp_path, capsys):
     write_run(tmp_path / "runs" / "a<b>&c", [4.0, 2.0])
     write_run(tmp_path / "runs" / "other", [5.0, 1.0], began=2_000_000)
@@ -160,3 +154,46 @@ def test_a_page_is_not_replaced_unasked(tmp_path):
     with pytest.raises(ConfigError, match="--overwrite"):
         main([str(folder), "--html", str(tmp_path / "runs.html")])
     assert main([str(folder), "--html", str(tmp_path / "runs.html"), "--overwrite"]) == 0
+
+
+def test_the_newest_runs_have_marks_and_are_drawn(tmp_path):
+    for number in range(len(MARKS) + 2):
+        write_run(tmp_path / f"run{number:02}", [1.0, 2.0], began=1000.0 + number)
+    runs = find_runs([tmp_path])
+    drawn = plot(runs, "loss")
+    assert drawn.endswith("the oldest 2 runs are not drawn")
+    lines = (tmp_path / f"run{len(MARKS) + 1}" / "metrics.jsonl").read_text().splitlines()
+    newest = [{**json.loads(line), "mfu": 0.5} for line in lines]
+    (tmp_path / f"run{len(MARKS) + 1}" / "metrics.jsonl").write_text(
+        "".join(json.dumps(each) + "\n" for each in newest)
+    )
+    assert MARKS[-1] in plot(find_runs([tmp_path]), "mfu")
+    assert plot(find_runs([tmp_path])[:-1], "mfu") == f"none of the newest {len(MARKS)} runs has mfu"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("config.json", json.dumps({"train": [], "strategy": []})),
+        ("config.json", json.dumps({"train": {"config": 5}, "strategy": {"mesh": [1]}})),
+        ("config.json", json.dumps({"train": {"run_name": "a\nb  forged  row"}})),
+        ("config.json", '{"train": {"run_name": "\\ud800"}}'),
+        ("config.json", "[" * 100_000),
+        ("history.json", '{"id": "a", "starts": [{"time": 1e300}]}'),
+        ("metrics.jsonl", '{"step": 1, "loss": 1e308}\n{"step": 2, "loss": -1e308}\n'),
+        ("metrics.jsonl", '{"step": 1, "loss": ' + "9" * 400 + "}\n"),
+        ("metrics.jsonl", '{"step": 1, "loss": 1.0}\n' + "[" * 100_000),
+    ],
+)
+def test_files_of_others_end_no_listing_and_forge_no_row(tmp_path, capsys, name, text):
+    write_run(tmp_path / "good", [1.0, 2.0])
+    (write_run(tmp_path / "odd", [3.0]) / name).write_text(text)
+    assert main([str(tmp_path), "--html", str(tmp_path / "page.html")]) == 0
+    said = capsys.readouterr().out
+    assert len(columns(said)) == 3 and "good" in said
+    assert "good" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_a_fine_tuned_model_is_named_by_its_checkpoint(tmp_path):
+    folder = write_run(tmp_path / "tuned", [1.0], from_checkpoint="models/pangu_13b")
+    assert [run.model for run in find_runs([folder])] == ["models/pangu_13b"]

@@ -15,7 +15,7 @@ from sporeloom.train.config import check
 from sporeloom.train.metrics import MetricsWriter, StepMetrics
 from sporeloom.train.plain_text import TrainConfig
 from sporeloom.train.tensorboard import TensorBoard
-from sporeloom.train.trackers import TrackedRun, open_trackers
+from sporeloom.train.trackers import TrackedRun, mark_failed, open_trackers, reporting_to
 
 SETTINGS = {"train": {"steps": 5, "tracker": ["wandb"], "tokenizer": None}, "model": {"hidden_size": 64}}
 NAMES = ("wandb", "mlflow", "swanlab", "trackio")
@@ -166,13 +166,13 @@ def test_a_tracker_that_fails_later_is_left_alone(calls, tmp_path, capsys, monke
     monkeypatch.setattr(sys.modules["trackio"], "log", fail)
     report("trackio", tmp_path)
     assert capsys.readouterr().err.count("trackio: disk full") == 1
-    assert [call[0] for call in calls["trackio"]] == ["init"]
+    assert [call[0] for call in calls["trackio"]] == ["init", "finish"]
 
 
 def test_tensorboard_shows_the_run_by_its_name_and_hides_what_was_taken_back(tmp_path):
     def steps(folder, done, losses):
         tracker = TensorBoard(run_in(folder, steps_done=done))
-        with MetricsWriter(folder, 9, done, [tracker]) as writer:
+        with reporting_to([tracker]) as trackers, MetricsWriter(folder, 9, done, trackers) as writer:
             for step, loss in enumerate(losses, done + 1):
                 writer.write(StepMetrics(step, loss, 1e-3, 0.5, 0.1, 10.0))
 
@@ -208,3 +208,25 @@ def test_names_that_cannot_be_used_are_refused(tmp_path):
 
 def test_a_tracker_twice_is_refused(tmp_path, calls):
     assert problems(tmp_path, tracker=("wandb", "wandb")) == ["--tracker wandb wandb: a tracker twice"]
+
+
+class Recorder:
+    def __init__(self):
+        self.ended = []
+
+    def finish(self, has_failed):
+        self.ended.append(has_failed)
+
+
+def test_a_run_is_ended_once_as_failed_if_it_raises_or_stops_early():
+    for how, expected in (("done", [False]), ("stopped", [True]), ("raises", [True])):
+        recorder = Recorder()
+        try:
+            with reporting_to([recorder]) as trackers:
+                if how == "raises":
+                    raise OSError("disk full")
+                if how == "stopped":
+                    mark_failed(trackers)
+        except OSError:
+            assert how == "raises"
+        assert recorder.ended == expected, how

@@ -101,6 +101,7 @@ def _small(strategy: Strategy, mesh: Mesh, num_layers: int | None) -> Strategy:
             threshold_kb=threshold,
             shard_size=2 if grouped else None,
             shard_accumulated_gradients=zero.shard_accumulated_gradients,
+            reshard_after_forward=zero.reshard_after_forward,
         )
     return dataclasses.replace(
         strategy,

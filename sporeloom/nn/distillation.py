@@ -129,6 +129,8 @@ class DecoderWithTeacher(nn.Cell):
     are ends of paths, apply to both."""
 
     num_inputs = 0
+    without_backward = ("teacher",)
+    """Paths of Cells whose layers are neither recomputed nor offloaded."""
 
     def __init__(self, model: nn.Cell, teacher: nn.Cell, loss: Distillation):
         super().__init__()

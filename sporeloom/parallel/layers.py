@@ -20,7 +20,8 @@ def layers_of(net: nn.Cell, patterns: Sequence[str]) -> list[str]:
     """Paths of the layers: the Cells that match, or without patterns the items of the list of Cells (`nn.CellList`,
     `nn.SequentialCell`) that has the most parameters; without such a list the Cells that the network consists of."""
     if patterns:
-        return matching_cells(net, patterns)
+        aside = tuple(f"{path}." for path in getattr(net, "without_backward", ()))
+        return [path for path in matching_cells(net, patterns) if not path.startswith(aside)]
     lists = [
         (path, cell)
         for path, cell in net.cells_and_names()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
-from sporeloom.partition.graph import Graph, Input, Name, Node, Scope, TensorType, followed, is_effect
+from sporeloom.partition.graph import OF_THIS_PASS, Graph, Input, Name, Node, Scope, TensorType, followed, is_effect
 from sporeloom.partition.parameter_values import ParameterValues, of_parameters_alone
 from sporeloom.partition.sharded_graph import PartitionError
 
@@ -137,6 +137,8 @@ class _Places:
         scope = node.scope or NOWHERE
         if node.kind in ("Constant", "UpdateState", "Load"):
             return ANYWHERE
+        if node.attributes.get(OF_THIS_PASS):  # each part that uses a weight gathers it
+            return _Place(None, scope.is_backward)
         given = [self._of[name] for name in node.flat_inputs() if name in self._of]
         is_backward = scope.is_backward or any(place.is_backward for place in given)
         if (

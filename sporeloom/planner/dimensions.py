@@ -198,7 +198,17 @@ class Dimensions(Widths):
     def active_parameters(self) -> int:
         """Number of parameters that a token uses."""
         unused = self.num_experts - self.experts_per_token
-        return self.num_parameters - self.expert_layers * unused * self.expert_parameters
+        layers = self.expert_layers + (self.mtp_layers if self.expert_layers else 0)
+        return self.num_parameters - layers * unused * self.expert_parameters
+
+    @property
+    def timed(self) -> Dimensions:
+        """The part of the model that estimated times are of: without multi-token prediction, sparse attention's indexer and
+        residual streams."""
+        if self.products is None:
+            return self
+        without = dataclasses.replace(self.products, streams=0, mtp=0, indexer_entries=0, indexer_features=0)
+        return dataclasses.replace(self, mtp_layers=0, products=without)
 
     def model_flops(self, tokens: float, causal: bool = False, frozen: bool = False) -> float:
         """FLOPs of forward and backward of `tokens`, without recomputation; `causal` counts half of the attention, `frozen`

@@ -45,7 +45,8 @@ class Products:
 def products_of(config: ModelConfig, seq_len: int) -> Products | None:
     """Products that the planner's dimensions do not say; None: there are none."""
     if config.latent is None:
-        return None
+        features = 2 * config.num_heads * config.head_size
+        return Products(features=features, mtp=_mtp(config)) if config.num_mtp_layers else None
     latent, attention = config.latent, _attention(config)
     matrices = sum(math.prod(shape) for name, shape in attention.items() if _is_matrix(name, shape))
     entries, features = _indexer(config, seq_len)

@@ -43,13 +43,14 @@ class DistillConfig(SFTConfig):
     )
 
     def teacher_model(self) -> tuple[str, ModelConfig]:
-        """Family and configuration of the teacher, in the number types of the student.
+        """Family and configuration of the teacher, with the number type and attention kernel that flags give.
 
         Raises:
             ConfigError: there is none.
         """
         family, model = load_config(self.teacher)
         model = with_precision(model, self.compute_dtype, self.attention)
+        model = model.with_domain(self.domain) if model.num_domains > 1 else model
         windows = model.windows[: model.num_layers]  # without those of multi-token prediction
         return family, dataclasses.replace(model, dropout_rate=0.0, num_mtp_layers=0, windows=windows)
 
@@ -83,8 +84,9 @@ class DistillConfig(SFTConfig):
         if strategy.engine == "mindspore":
             yield f"{strategy.at('engine')}: MindSpore's partitioner is not tested with a teacher; remove the line"
         try:
-            yield from (
-                f"--teacher {self.teacher}: {problem}" for problem in model_problems(strategy, self.teacher_model()[1])
-            )
+            teacher = self.teacher_model()[1]
         except ConfigError:
             return  # which `problems` reports
+        mesh = strategy.mesh if teacher.experts else dataclasses.replace(strategy.mesh, ep=1)
+        of_teacher = dataclasses.replace(strategy, mesh=mesh, recompute=None, offload=None)  # it has no backward pass
+        yield from (f"--teacher {self.teacher}: {problem}" for problem in model_problems(of_teacher, teacher))

@@ -50,7 +50,7 @@ class History:
         history = cls.read(folder) if is_resumed else None
         if history is None:
             history = cls(secrets.token_hex(4), [{}] if is_resumed else [])
-        # Steps after the resumed state are computed again, and then count.
+        # Steps after the resumed state are done anew, and then count.
         history.rewinds = [each for each in history.rewinds if each["last"] <= steps_done]
         history.starts.append({"time": round(began, 3), "steps_done": steps_done})
         history.write(folder)

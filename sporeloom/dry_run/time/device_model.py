@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 from sporeloom.planner.cluster import Cluster
@@ -78,8 +79,7 @@ class DeviceModel:
 
     def _in_node(self, ranks: Sequence[int]) -> int:
         """The fewest members of a group in one node."""
-        nodes = [rank // self.cluster.devices_per_node for rank in ranks]
-        return min(nodes.count(node) for node in set(nodes))
+        return min(Counter(rank // self.cluster.devices_per_node for rank in ranks).values())
 
     def _all_to_all(self, num_bytes: float, ranks: Sequence[int]) -> float:
         """Pairs exchange parts, each message after the other; as `planner.step_time.all_to_all`."""

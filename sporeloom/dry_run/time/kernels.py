@@ -62,6 +62,7 @@ class Graphs:
                 kernel.needs |= set() if last is None else {last}
                 last = number
         order = first_come([kernel.needs for kernel in kernels])
+        assert len(order) == len(kernels), "kernels wait for each other"
         place = {number: position for position, number in enumerate(order)}
         return [
             costs.task(kernels[number], tuple(sorted(place[needed] for needed in kernels[number].needs)))
@@ -97,9 +98,13 @@ def fused(nodes: Sequence[Node], graph: Graph) -> list[Kernel]:
             number = joined[number]
         return number
 
+    chain = 0  # a collective follows the one before it, so it is as deep
     for node in nodes:
         inputs = list(node.flat_inputs())
         depth = max((level.get(name, 0) for name in inputs), default=0)
+        if node.kind in COLLECTIVES:
+            depth = max(depth, chain)
+            chain = depth + 1
         needed = {root(number) for name in inputs for number in makers.get(name, ())}
         if node.kind in FREE:
             needed = {max(needed)} if node.kind == "UpdateState" and needed else needed

@@ -147,3 +147,19 @@ def test_float32_products_are_slower_and_the_host_is_far():
     assert DEVICE.host(1e9) == pytest.approx(4.0)
     faster = DeviceModel(dataclasses.replace(CLUSTER, peak_tflops=2.0))
     assert faster.product(1e12, 1e9, in_float32=False) == pytest.approx(1.5)
+
+
+def test_chained_collectives_and_fused_passes_never_wait_for_each_other():
+    """The second collective follows the first one, which needs what a pass before the second one's user computes."""
+    nodes = [
+        node("MatMul", ("x", "w", "f", "f"), "m", 8, 8),
+        node("ReLU", ("m",), "a", 8, 8),
+        node("AllReduce", ("a",), "c1", 8, 8, axes=("dp",), op="sum"),
+        node("AllGather", ("p",), "c2", 8, 8, axes=("dp",), dim=0),
+        node("Mul", ("a", "c2"), "d", 8, 8),
+    ]
+    graph = Graph({"w": tensor(8, 8), "p": tensor(4, 8)}, {"x": tensor(8, 8)}, nodes, ["c1", "d"])
+    device = DeviceModel(CLUSTER)
+    tasks = Graphs(device, DeviceGrid({"dp": 2}), 0, {}).tasks(graph)
+    assert sorted(task.kind for task in tasks) == ["AllGather", "AllReduce", "matmul", "memory", "memory"]
+    assert all(needed < number for number, task in enumerate(tasks) for needed in task.needs)

@@ -10,6 +10,7 @@ from sporeloom.partition.graph import OF_THIS_PASS, Graph, Node, Scope, TensorTy
 from sporeloom.partition.grid import DeviceGrid
 from sporeloom.partition.parameter_values import of_parameters_alone
 from sporeloom.partition.propagate import shard_graph
+from sporeloom.partition.stages import cut_into_stages
 
 GRID = DeviceGrid({"dp": 2})
 BY_ROW = (("dp",), ())
@@ -110,3 +111,15 @@ def test_a_cast_that_is_recomputed_is_not_gathered_again_but_to_reshard(reshards
     parameters = {f"w{i}": BY_ROW for i in range(3)}
     sharded = shard_graph(graph, GRID, parameters, {"x": BY_ROW}, gathers_outputs=False, reshards=reshards)
     assert [c.kind for c in sharded.communications] == ["AllGather"] * number
+
+
+def test_each_stage_gathers_a_weight_that_several_share():
+    graph = chain(2)
+    del graph.parameters["w1"]
+    graph.nodes = [replace(node, inputs=tuple("w0" if n == "w1" else n for n in node.inputs)) for node in graph.nodes]
+    sharded = shard_graph(graph, GRID, {"w0": BY_ROW}, {"x": BY_ROW}, gathers_outputs=False, reshards=True)
+    stages = cut_into_stages(sharded.graph, {"layers.0": 0, "layers.1": 1})
+    for one, made in stages.passes.items():
+        assert [node.kind for node in made.graph.nodes].count("AllGather") == 1, one
+        assert not any(name.startswith("AllGather") for name in (*made.taken, *made.given)), one
+    assert {one.part for one in stages.passes} == {0, 1} and len(stages.passes) >= 3

@@ -20,6 +20,7 @@ PACKAGES = {
     "strategy": set(),
     "dialects": {"strategy"},
     "planner": {"strategy"},
+    "simulation": set(),
     "align": set(),
     "data": set(),
     "parallel": {"strategy"},

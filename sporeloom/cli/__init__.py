@@ -30,6 +30,7 @@ GROUPS = {
     "Plan and prove": {
         "plan": "Find the fastest strategy for a model, a cluster and a batch; `plan list`: built-in strategies",
         "dry-run": "Memory, communication and FLOPs of any rank of a cluster; `dry-run explain NAME`: one layout",
+        "simulate": "Simulate a long job whose devices fail: goodput, its end, what checkpoints and spares buy",
         "certify": "Prove a strategy on this machine before a cluster is booked",
         "rules": "List the operators of a custom network that sharding rules can name",
     },

@@ -411,15 +411,11 @@ class MoE(nn.Cell):
 
     def construct(self, x, tokens, shares=None, dropout_keys=None, groups=None):
         count, length = tokens.shape
-        capacity, limit, is_token, is_choice, num_tokens = length, None, None, None, None
         group = self.settings.capacity_group or length
-        if shares is None and group < length and length % group == 0:
-            # Nothing is dropped; but the rules for cp shard groups, of which sequences may be too few.
-            capacity = length = group
-            count = x.shape[0] // length
+        if shares is not None or (group < length and length % group == 0):  # rules for cp shard groups
+            count, length = x.shape[0] // group, group
+        capacity, limit, is_token, is_choice, num_tokens = length, None, None, None, None
         if shares is not None:
-            length = group
-            count = x.shape[0] // length
             is_token, num_tokens = _ones(count, length), _numbers_alike(count, length)
             if groups is not None:
                 is_token, num_tokens, limit = groups

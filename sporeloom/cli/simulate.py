@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Simulate a long job whose devices fail: its goodput, when it ends, and what checkpoints, spares and smaller meshes buy.
+
+    sporeloom simulate --devices 16384 --faults llama3_h100 --steps 1000000 --step-time-s 4.5 \\
+        --checkpoint-pause-s 10 --restart-s 600 --repair-hours 24 --spares 8
+
+Failures are equally likely at any time. The step time is that of `plan`, `dry-run --time` or a run of your own.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from sporeloom.core.command_line import option, parse_args
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.json_text import json_text
+from sporeloom.core.log import print_report
+from sporeloom.core.numbers import Count, Natural, NotNegative, Positive, number_problems
+from sporeloom.simulation.faults import HOUR_S, FaultRates, read_faults
+from sporeloom.simulation.intervals import daly, young
+from sporeloom.simulation.job import Job
+from sporeloom.simulation.report import Statistics, duration, simulated, table
+
+INTERVALS = (0.25, 0.5, 0.71, 1.0, 1.41, 2.0, 4.0)
+"""Intervals that are compared, as multiples of the one in use."""
+RUNS_OF_INTERVAL = 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateConfig:
+    common: ClassVar[tuple[str, ...]] = (
+        *("devices", "faults", "steps", "step_time_s", "checkpoint_every_s", "checkpoint_pause_s", "restart_s"),
+        *("repair_hours", "spares", "replica_devices", "runs", "seed"),
+    )
+
+    devices: Count = option(..., "number of devices of the job")
+    devices_per_server: Count = option(8, "number of devices of a server")
+    faults: Path = option(
+        ..., "components and their mean time between failures: a YAML file, or a built-in one: llama3_h100"
+    )
+    steps: Count = option(..., "number of steps of the job")
+    step_time_s: Positive = option(..., "time of a step in seconds, without failures and checkpoints")
+    checkpoint_every_s: Positive | None = option(
+        None, "time of training between checkpoints in seconds (default: Daly's, for the rate of failures)"
+    )
+    checkpoint_pause_s: Positive = option(..., "time in seconds for which training waits for a checkpoint")
+    checkpoint_write_s: NotNegative = option(
+        0.0, "time in seconds for which it is then written while training continues (--async-save)"
+    )
+    restart_s: NotNegative = option(..., "time in seconds from a failure until training continues")
+    repair_hours: NotNegative = option(
+        0.0, "time in hours until a failed server is back; 0: as soon as the job restarts"
+    )
+    spares: Natural = option(0, "number of spare servers that replace failed ones")
+    replica_devices: Natural = option(
+        0, "devices of a data parallel replica: without a spare the job continues with the other replicas; 0: it waits"
+    )
+    runs: Count = option(500, "number of simulated runs")
+    seed: Natural = option(0, "random seed; the same seed gives the same failures")
+    json: bool = option(False, "print the statistics as JSON")
+
+
+def check(config: SimulateConfig) -> SimulateConfig:
+    """Check the flags.
+
+    Raises:
+        ConfigError: all problems of the flags.
+    """
+    if problems := [*number_problems(config), *_problems(config)]:
+        raise ConfigError(problems)
+    return config
+
+
+def _problems(config: SimulateConfig) -> Iterator[str]:
+    per_server = config.devices_per_server
+    if config.devices % per_server:
+        yield f"--devices {config.devices} are not servers of {per_server}; give --devices-per-server"
+    if config.replica_devices and config.devices % config.replica_devices:
+        yield f"--replica-devices {config.replica_devices} does not divide --devices {config.devices}"
+    if not config.repair_hours:
+        for name in ("spares", "replica_devices"):
+            if getattr(config, name):
+                flag = "--" + name.replace("_", "-")
+                yield f"{flag} has no effect if failed servers are back at once; give --repair-hours"
+    if config.checkpoint_every_s and config.checkpoint_write_s > config.checkpoint_every_s:
+        yield (
+            f"--checkpoint-write-s {config.checkpoint_write_s:g} is longer than --checkpoint-every-s "
+            f"{config.checkpoint_every_s:g}: a checkpoint would begin before the last one is written"
+        )
+
+
+def main(argv: Sequence[str]) -> int:
+    config = check(parse_args(SimulateConfig, __doc__, argv, check))
+    rates = FaultRates.of(read_faults(config.faults), config.devices_per_server)
+    num_servers = config.devices // config.devices_per_server
+    mtbf = 1 / sum(rates.per_second(num_servers))
+    pause = config.checkpoint_pause_s
+    interval = config.checkpoint_every_s or max(daly(pause, mtbf), config.checkpoint_write_s)
+    job = Job(
+        work_s=config.steps * config.step_time_s,
+        num_servers=num_servers,
+        interval_s=interval,
+        pause_s=pause,
+        write_s=config.checkpoint_write_s,
+        restart_s=config.restart_s,
+        repair_s=config.repair_hours * HOUR_S,
+    )
+    policies_of_job = dict(_policies(job, config))
+    rows = [(name, simulated(each, rates, config.seed, config.runs)) for name, each in policies_of_job.items()]
+    best = _best_interval([*policies_of_job.values()][-1], rates, config.seed)
+    if config.json:
+        closed = {"mtbf_s": mtbf, "young_s": young(pause, mtbf), "daly_s": daly(pause, mtbf)}
+        policies = {name: None if found is None else found.as_json() for name, found in rows}
+        print(json_text({**closed, "interval_s": interval, "best_interval_s": best, "policies": policies}, indent=1))
+    else:
+        print_report("\n".join(_lines(job, mtbf, best, rows)))
+    return 0
+
+
+def _policies(job: Job, config: SimulateConfig) -> Iterator[tuple[str, Job]]:
+    yield "wait for repairs" if job.repair_s else "restart", job
+    if config.spares:
+        yield f"{config.spares} spare servers", dataclasses.replace(job, num_spares=config.spares)
+    if config.replica_devices:
+        per_replica = config.replica_devices / config.devices_per_server
+        smaller = dataclasses.replace(job, shrinks=True, servers_per_replica=per_replica)
+        yield "fewer replicas", smaller
+        if config.spares:
+            yield "spares, then fewer replicas", dataclasses.replace(smaller, num_spares=config.spares)
+
+
+def _best_interval(job: Job, rates: FaultRates, seed: int) -> float:
+    """The interval with the highest goodput, of those that are simulated."""
+    intervals = [factor * job.interval_s for factor in INTERVALS if factor * job.interval_s >= job.write_s]
+
+    def goodput(interval: float) -> float:
+        found = simulated(dataclasses.replace(job, interval_s=interval), rates, seed, RUNS_OF_INTERVAL)
+        return 0.0 if found is None else found.goodput
+
+    return max(intervals, key=goodput)
+
+
+def _lines(job: Job, mtbf: float, best: float, rows: Sequence[tuple[str, Statistics | None]]) -> Iterator[str]:
+    yield (
+        f"{duration(job.work_s)} of training on {job.num_servers:,} servers, a failure every {duration(mtbf)}; a checkpoint "
+        f"every {duration(job.interval_s)}"
+    )
+    yield (
+        f"best interval: {duration(young(job.pause_s, mtbf))} by Young, {duration(daly(job.pause_s, mtbf))} by Daly, "
+        f"{duration(best)} of {len(INTERVALS)} simulated ones"
+    )
+    yield ""
+    yield table(rows)
+    if found := next((found for _, found in reversed(rows) if found), None):
+        counts = ", ".join(f"{name} {count:.1f}" for name, count in found.interruptions.items())
+        yield f"\ninterruptions of a run: {counts or 'none'}"

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Components of a cluster that fail, and how often."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.numbers import Positive
+from sporeloom.core.reader import fields_from, read_yaml
+from sporeloom.core.shipped import FAULTS, shipped_or_file
+
+HOUR_S = 3600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Component:
+    """A kind of component, whose failures are independent and equally likely at any time."""
+
+    name: str
+    per: Literal["device", "server", "job"]
+    """Unit that has one of these. A failure of a device or server takes its server out of the job."""
+    mtbf_hours: Positive
+    """Mean time between the failures of one of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Faults:
+    """The components of a cluster."""
+
+    components: list[Component]
+
+    def __post_init__(self) -> None:
+        names = [each.name for each in self.components]
+        if not names or len(set(names)) < len(names):
+            raise ConfigError("components: name at least one, and each once")
+
+
+@dataclass(frozen=True)
+class FaultRates:
+    """Failures a second of all components of a job."""
+
+    names: Sequence[str]
+    of_servers: Sequence[float]
+    """Rate of each component that one server adds."""
+    of_job: Sequence[float]
+    """Rate of each component that does not depend on the number of servers."""
+
+    @classmethod
+    def of(cls, faults: Faults, devices_per_server: int) -> FaultRates:
+        counts = {"device": devices_per_server, "server": 1, "job": 0}
+        rates = [1 / (each.mtbf_hours * HOUR_S) for each in faults.components]
+        return cls(
+            [each.name for each in faults.components],
+            [rate * counts[each.per] for rate, each in zip(rates, faults.components, strict=True)],
+            [rate if each.per == "job" else 0.0 for rate, each in zip(rates, faults.components, strict=True)],
+        )
+
+    def per_second(self, num_servers: int) -> list[float]:
+        """Rate of each component in a job on so many servers."""
+        return [server * num_servers + job for server, job in zip(self.of_servers, self.of_job, strict=True)]
+
+
+def read_faults(path: Path) -> Faults:
+    """Load a file of components, or the built-in one of that name.
+
+    Raises:
+        ConfigError: unreadable, or a key that is unknown, missing or wrong.
+    """
+    return fields_from(Faults, read_yaml(shipped_or_file(path, FAULTS)))

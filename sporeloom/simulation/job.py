@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Simulates one run of a job whose servers fail, from its first step to its last."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from sporeloom.simulation.faults import FaultRates
+
+MAX_TIME = 20
+"""Time of a run after which it is given up, as a multiple of its work."""
+
+
+class EndlessError(Exception):
+    """A run that makes hardly any progress."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A job and its policy for failures. Times in seconds."""
+
+    work_s: float
+    """Time of training without failures and checkpoints, on all servers."""
+    num_servers: int
+    interval_s: float
+    """Training between two checkpoints."""
+    pause_s: float
+    """Time for which training waits for a checkpoint."""
+    write_s: float = 0.0
+    """Time for which the checkpoint is written after that, while training continues; only then it can be restored."""
+    restart_s: float = 0.0
+    """Time from a failure until training continues: detection, start, compilation, loading."""
+    repair_s: float = 0.0
+    """Time until a failed server is back."""
+    num_spares: int = 0
+    """Servers that replace failed ones."""
+    shrinks: bool = False
+    """Whether it continues without the data parallel replicas that miss a server, with the same global batch; otherwise it
+    waits for a repair."""
+    servers_per_replica: float = 1.0
+    """Servers of a replica; below 1 where several share one."""
+
+    def speed(self, num_missing: int) -> float:
+        """Speed without some servers, as a fraction; 0: no replica is complete."""
+        replicas = self.num_servers / self.servers_per_replica
+        lost = math.ceil(num_missing / self.servers_per_replica)
+        return max(0.0, (replicas - lost) / replicas)
+
+
+@dataclass
+class Outcome:
+    """Seconds of a run: its work, and these; and its interruptions by component."""
+
+    finish_s: float = 0.0
+    lost_s: float = 0.0
+    """Training that was repeated, because no checkpoint had it."""
+    paused_s: float = 0.0
+    down_s: float = 0.0
+    """Restarts, and waiting for repairs."""
+    slowed_s: float = 0.0
+    """Time that missing replicas cost."""
+    interruptions: Counter[str] = field(default_factory=Counter)
+
+
+class Draw:
+    """Random failures: waiting times and components."""
+
+    def __init__(self, rates: FaultRates, seed: int, run: int):
+        self.rates, self.random = rates, np.random.default_rng([seed, run])
+
+    def next_failure(self, num_servers: int) -> tuple[float, int]:
+        """Seconds until one, and the index of its component."""
+        each = self.rates.per_second(num_servers)
+        total = sum(each)
+        if not total:
+            return math.inf, 0
+        seconds = self.random.exponential(1 / total)
+        return seconds, int(self.random.choice(len(each), p=[rate / total for rate in each]))
+
+
+def run_job(job: Job, rates: FaultRates, seed: int, run: int) -> Outcome:
+    """Simulate one run.
+
+    Raises:
+        EndlessError: it takes MAX_TIME times as long as without failures.
+    """
+    return _Run(job, Draw(rates, seed, run)).finish()
+
+
+class _Run:
+    """Clock, progress and servers of a run."""
+
+    def __init__(self, job: Job, draw: Draw):
+        self.job, self.draw, self.outcome = job, draw, Outcome()
+        self.clock = self.work = self.saved = 0.0
+        self.pending: tuple[float, float] | None = None  # when the newest checkpoint can be restored, and its work
+        self.since = 0.0  # training since the last checkpoint
+        self.pause_left = 0.0
+        self.spares = job.num_spares
+        self.repairs: list[float] = []  # when servers are back
+        self.missing = 0
+        self.failure, self.component = 0.0, 0
+        self.draw_failure()
+
+    def finish(self) -> Outcome:
+        while self.work < self.job.work_s:
+            if self.clock > MAX_TIME * self.job.work_s:
+                raise EndlessError
+            grown = self.repairs[0] if self.missing and self.repairs else math.inf
+            if self.train(min(self.failure, grown)):
+                break
+            if self.clock >= self.failure:
+                self.fail()
+            else:
+                self.grow()
+        self.outcome.finish_s = self.clock
+        return self.outcome
+
+    def draw_failure(self) -> None:
+        seconds, self.component = self.draw.next_failure(self.job.num_servers - self.missing)
+        self.failure = self.clock + seconds
+
+    # Training
+
+    def train(self, until: float) -> bool:
+        """Train and save until a time. Returns whether all work is done."""
+        job, speed = self.job, self.job.speed(self.missing)
+        while self.clock < until:
+            if self.pause_left:
+                self.pause(until)
+                continue
+            cycle = job.interval_s + job.pause_s
+            left = (job.work_s - self.work) / speed
+            cycles = (min(until, self.clock + 2 * left) - self.clock) // cycle
+            count = int(min(cycles, left // job.interval_s)) if not self.since else 0
+            if count:
+                self.skip(count, speed)
+                continue
+            seconds = min(until - self.clock, job.interval_s - self.since, left)
+            self.progress(seconds, speed)
+            self.since += seconds
+            if seconds == left:
+                self.work = job.work_s
+                return True
+            if self.since >= job.interval_s:
+                self.since, self.pause_left = 0.0, job.pause_s
+                if not job.pause_s:
+                    self.saved_now(self.clock)
+        self.clock = max(self.clock, until)
+        return False
+
+    def progress(self, seconds: float, speed: float) -> None:
+        self.clock += seconds
+        self.work += seconds * speed
+        self.outcome.slowed_s += seconds * (1 - speed)
+
+    def pause(self, until: float) -> None:
+        seconds = min(self.pause_left, until - self.clock)
+        self.clock += seconds
+        self.pause_left -= seconds
+        self.outcome.paused_s += seconds
+        if not self.pause_left:
+            self.saved_now(self.clock)
+
+    def skip(self, count: int, speed: float) -> None:
+        """Several intervals with their checkpoints at once."""
+        job = self.job
+        self.progress(count * job.interval_s, speed)
+        self.clock += count * job.pause_s
+        self.outcome.paused_s += count * job.pause_s
+        if count > 1:
+            self.saved, self.pending = self.work - job.interval_s * speed, None
+        self.saved_now(self.clock)
+
+    def saved_now(self, time: float) -> None:
+        """A checkpoint is taken. The one before is written by now, because intervals are longer than writing takes."""
+        if self.pending:
+            self.saved = self.pending[1]
+        self.pending = (time + self.job.write_s, self.work)
+
+    # Failures
+
+    def fail(self) -> None:
+        self.restore()
+        left = self.down(self.lose_server())
+        while left > 0:  # a restart that fails as well
+            left = self.down(self.lose_server())
+
+    def restore(self) -> None:
+        if self.pending and self.pending[0] <= self.clock:
+            self.saved = self.pending[1]
+        self.outcome.lost_s += self.work - self.saved
+        self.work, self.pending, self.since, self.pause_left = self.saved, None, 0.0, 0.0
+
+    def lose_server(self) -> float:
+        """Note a failure and take its server out. Returns the time at which training can continue."""
+        job, rates = self.job, self.draw.rates
+        self.outcome.interruptions[rates.names[self.component]] += 1
+        self.return_repaired()
+        if rates.of_servers[self.component] and job.repair_s:
+            heapq.heappush(self.repairs, self.clock + job.repair_s)
+            if self.spares:
+                self.spares -= 1
+            else:
+                self.missing += 1
+        start = self.clock
+        while self.missing and not (job.shrinks and job.speed(self.missing)):
+            start = max(start, heapq.heappop(self.repairs))
+            self.missing -= 1
+        return start + job.restart_s
+
+    def return_repaired(self) -> None:
+        while self.repairs and self.repairs[0] <= self.clock:
+            heapq.heappop(self.repairs)
+            if self.missing:
+                self.missing -= 1
+            else:
+                self.spares += 1
+
+    def down(self, until: float) -> float:
+        """Wait until training can continue. Returns the seconds that are left of that at the next failure, or 0."""
+        self.draw_failure()
+        end = min(until, self.failure)
+        self.outcome.down_s += end - self.clock
+        self.clock = end
+        return until - end
+
+    def grow(self) -> None:
+        """Take back repaired servers: save, then restart with them."""
+        job = self.job
+        self.clock = max(self.clock, self.repairs[0])
+        for seconds in (self.pause_left, job.pause_s + job.write_s):
+            end = min(self.clock + seconds, self.failure)
+            self.outcome.paused_s += end - self.clock
+            self.clock = end
+            if self.clock >= self.failure:
+                return self.fail()
+        self.saved, self.pending, self.since, self.pause_left = self.work, None, 0.0, 0.0
+        self.return_repaired()
+        left = self.down(self.clock + job.restart_s)
+        while left > 0:
+            left = self.down(self.lose_server())
+        return None
+
+
+def runs(job: Job, rates: FaultRates, seed: int, number: int) -> Iterator[Outcome]:
+    """Simulate a number of runs; the same seed gives the same failures."""
+    return (run_job(job, rates, seed, run) for run in range(number))

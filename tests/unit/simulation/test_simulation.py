@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Simulated runs against closed forms, and against what must hold for each of them."""
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+
+from sporeloom.cli.simulate import main
+from sporeloom.core.errors import ConfigError
+from sporeloom.simulation.faults import Component, FaultRates, Faults, read_faults
+from sporeloom.simulation.intervals import daly, expected_time, young
+from sporeloom.simulation.job import EndlessError, Job, run_job, runs
+from sporeloom.simulation.report import simulated
+
+HOUR = 3600.0
+JOB = Job(work_s=200 * HOUR, num_servers=16, interval_s=HOUR, pause_s=60.0, restart_s=600.0)
+
+
+def rates(mtbf_hours, per="job"):
+    return FaultRates.of(Faults(components=[Component(name="any", per=per, mtbf_hours=mtbf_hours)]), 8)
+
+
+def test_without_failures_there_are_pauses_alone():
+    done = run_job(JOB, rates(1e12), seed=0, run=0)
+    assert done.finish_s == pytest.approx(JOB.work_s + done.paused_s) and not done.interruptions
+    assert 199 * 60 <= done.paused_s <= 200 * 60
+
+
+@pytest.mark.parametrize(("mtbf", "interval"), [(10.0, 1.0), (2.0, 0.5), (50.0, 5.0)])
+def test_the_mean_time_is_that_of_dalys_model(mtbf, interval):
+    job = dataclasses.replace(JOB, interval_s=interval * HOUR)
+    finish = [each.finish_s for each in runs(job, rates(mtbf), 1, 1500)]
+    expected = expected_time(job.work_s, job.interval_s, job.pause_s, job.restart_s, mtbf * HOUR)
+    error = np.std(finish) / math.sqrt(len(finish))
+    assert abs(np.mean(finish) - expected) < 4 * error + 0.002 * expected
+    assert error < 0.01 * expected
+
+
+def test_dalys_interval_is_the_minimum_of_the_mean_time():
+    for mtbf in (HOUR, 10 * HOUR, 100 * HOUR):
+        tried = np.geomspace(30, 50 * HOUR, 20_000)
+        times = [expected_time(1.0, interval, 60.0, 600.0, mtbf) for interval in tried]
+        best = tried[int(np.argmin(times))]
+        assert daly(60.0, mtbf) == pytest.approx(best, rel=0.01)
+        assert young(60.0, mtbf) == pytest.approx(math.sqrt(120 * mtbf))
+    assert daly(60.0, 20.0) == 20.0
+
+
+@pytest.mark.parametrize("spares", [0, 2])
+@pytest.mark.parametrize("shrinks", [False, True])
+@pytest.mark.parametrize("write_s", [0.0, 1200.0])
+def test_all_time_is_accounted_for(spares, shrinks, write_s):
+    job = dataclasses.replace(
+        JOB, repair_s=5 * HOUR, num_spares=spares, shrinks=shrinks, servers_per_replica=2.0, write_s=write_s
+    )
+    failures = 0
+    for done in runs(job, rates(200.0, "server"), 3, 40):
+        parts = job.work_s + done.lost_s + done.paused_s + done.down_s + done.slowed_s
+        assert done.finish_s == pytest.approx(parts, rel=1e-9)
+        assert min(done.lost_s, done.paused_s, done.down_s, done.slowed_s) >= 0
+        assert (done.slowed_s > 0) <= shrinks
+        failures += done.interruptions.total()
+    assert failures > 200
+
+
+def test_a_checkpoint_that_is_still_being_written_cannot_be_restored():
+    slow = dataclasses.replace(JOB, write_s=0.9 * HOUR)
+    lost = [simulated(job, rates(10.0), 5, 200).mean_s["lost"] for job in (JOB, slow)]
+    assert lost[1] > 1.5 * lost[0]
+
+
+def test_spares_save_the_wait_for_repairs_and_smaller_meshes_most_of_it():
+    waiting = dataclasses.replace(JOB, repair_s=10 * HOUR)
+    of_servers = rates(400.0, "server")
+    kinds = {
+        "wait": waiting,
+        "spares": dataclasses.replace(waiting, num_spares=8),
+        "fewer": dataclasses.replace(waiting, shrinks=True),
+    }
+    goodput = {name: simulated(job, of_servers, 7, 100).goodput for name, job in kinds.items()}
+    assert goodput["wait"] < goodput["fewer"] < goodput["spares"] < 1
+
+
+@pytest.mark.parametrize(
+    ("per_replica", "missing", "speed"),
+    [(1.0, 0, 1.0), (1.0, 4, 0.75), (4.0, 1, 0.75), (4.0, 4, 0.75), (4.0, 5, 0.5), (0.5, 1, 15 / 16), (16.0, 1, 0.0)],
+)
+def test_missing_servers_cost_their_replicas(per_replica, missing, speed):
+    assert dataclasses.replace(JOB, servers_per_replica=per_replica).speed(missing) == speed
+
+
+def test_a_seed_gives_the_same_failures():
+    first, again, other = (list(runs(JOB, rates(5.0), seed, 3)) for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_a_job_that_never_gets_to_a_checkpoint_is_given_up():
+    with pytest.raises(EndlessError):
+        run_job(dataclasses.replace(JOB, interval_s=50 * HOUR), rates(1.0), 0, 0)
+    assert simulated(dataclasses.replace(JOB, interval_s=50 * HOUR), rates(1.0), 0, 2) is None
+
+
+def test_the_built_in_faults_are_those_of_the_published_job():
+    found = FaultRates.of(read_faults("llama3_h100"), 8).per_second(16_384 // 8)
+    assert sum(found) * 54 * 86_400 == pytest.approx(419, abs=0.1)
+
+
+FLAGS = [
+    *("--devices", "64", "--faults", "llama3_h100", "--steps", "100000", "--step-time-s", "5"),
+    *("--checkpoint-pause-s", "10", "--restart-s", "600", "--runs", "20"),
+]
+
+
+def test_the_command_compares_policies(capsys):
+    assert main([*FLAGS, "--repair-hours", "24", "--spares", "1", "--replica-devices", "16"]) == 0
+    said = capsys.readouterr().out
+    for line in ("wait for repairs", "1 spare servers", "fewer replicas", "spares, then fewer replicas"):
+        assert f"\n{line} " in said
+    assert "by Young" in said and "interruptions of a run: " in said
+    assert main([*FLAGS, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert 0.9 < found["policies"]["restart"]["goodput"] < 1 and found["interval_s"] == pytest.approx(found["daly_s"])
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        (["--devices", "63"], "--devices 63 are not servers of 8"),
+        (["--replica-devices", "24"], "--replica-devices 24 does not divide --devices 64"),
+        (["--spares", "1"], "--spares has no effect if failed servers are back at once"),
+        (["--checkpoint-every-s", "60", "--checkpoint-write-s", "90"], "a checkpoint would begin before the last"),
+        (["--faults", "llama3_h10"], "no built-in fault of that name; there are llama3_h100"),
+        (["--step-time-s", "0"], "--step-time-s must be"),
+    ],
+)
+def test_flags_that_do_not_fit(more, problem):
+    with pytest.raises(ConfigError) as caught:
+        main([*FLAGS, *more])
+    assert problem in "\n".join(caught.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("components: []", "name at least one"),
+        ("components: [{name: a, per: rack, mtbf_hours: 1}]", "per must be"),
+        ("components: [{name: a, per: job, mtbf_hours: 0}]", "mtbf_hours"),
+        ("components: [{name: a, per: job}]", "mtbf_hours missing"),
+        ("{}", "components missing"),
+    ],
+)
+def test_a_file_of_faults_that_does_not_fit(write, text, problem):
+    with pytest.raises(ConfigError, match=problem):
+        read_faults(write("faults.yaml", text))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from sporeloom.core.command_line import option, parse_args
-from sporeloom.core.errors import ConfigError
+from sporeloom.core.errors import Problems
 from sporeloom.core.json_text import json_text
 from sporeloom.core.log import print_report
 from sporeloom.core.numbers import Count, Natural, NotNegative, Positive, number_problems
@@ -68,8 +68,10 @@ def check(config: SimulateConfig) -> SimulateConfig:
     Raises:
         ConfigError: all problems of the flags.
     """
-    if problems := [*number_problems(config), *_problems(config)]:
-        raise ConfigError(problems)
+    problems = Problems()
+    problems += [*number_problems(config), *_problems(config)]
+    problems.of(read_faults, config.faults)
+    problems.raise_if_any()
     return config
 
 

@@ -7,6 +7,7 @@ their place is driven by the same code, so it sees the same passes, messages and
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,7 +26,7 @@ PHASE_OF_PASS: dict[PassKind, str] = {
 NOTHING = TensorType((0,), "float32")
 
 
-class StepWalk:
+class StepWalk(ABC):
     """A step of one rank.
 
     Args:
@@ -37,9 +38,9 @@ class StepWalk:
         self.strategy, self.cut = partitioned.strategy, partitioned.cut.stages
         self.stage = self.strategy.mesh.coordinate(rank, "pp")
 
+    @abstractmethod
     def inputs(self, types: Mapping[Name, TensorType]) -> list[Any]:
         """Make what stands for inputs of these types."""
-        raise NotImplementedError
 
     @property
     def passes_of_stage(self) -> dict[StagePass, PassGraph]:

@@ -192,7 +192,7 @@ def check(config: TrainingConfig, num_processes: int | None) -> Run:
         config = problems.of(_with_own_tokenizer, config, family) or config
     problems += _own_problems(config)
     problems += config.problems()
-    problems += config.tracking_problems()
+    problems += [*config.tracking_problems(), *_ema_and_certificate(config)]
     strategy = problems.of(load_strategy, config.strategy) if config.strategy else SINGLE_DEVICE
     if config.tokenizer and not config.tokenizer.exists():
         problems.append(f"--tokenizer {config.tokenizer}: there is no such tokenizer")
@@ -217,8 +217,6 @@ def check(config: TrainingConfig, num_processes: int | None) -> Run:
     if strategy:
         problems += _strategy_problems(config, strategy, model, sizes, num_processes)
         problems += adapter_problems(strategy) if lora else []
-    if config.certificate and config.ema_decay:
-        problems.append(f"--certificate {config.certificate}: it covers runs without --ema-decay; leave either out")
     if config.certificate and model and strategy:
         problems.of(_check_certificate, config, config.certificate, family, model, strategy, seq_len, lora)
     groups = problems.of(_groups, config, model, lora) if model and config.parameter_groups else None
@@ -239,6 +237,11 @@ def check(config: TrainingConfig, num_processes: int | None) -> Run:
         random_ltd=random_ltd,
         groups=groups,
     )
+
+
+def _ema_and_certificate(config: TrainingConfig) -> Iterator[str]:
+    if config.certificate and config.ema_decay:
+        yield f"--certificate {config.certificate}: it covers runs without --ema-decay; leave either out"
 
 
 def _groups(config: TrainingConfig, model: ModelConfig, lora: LoRAConfig | None) -> ParameterGroups:

@@ -5,20 +5,16 @@ import csv
 import json
 
 import pytest
-from conftest import CONFIGS, call, run
+from conftest import call, run
+from dry_run_strategies import COMMON, RULES
 
 from sporeloom.core.command_line import parse_args
 from sporeloom.core.errors import ConfigError
 from sporeloom.dry_run.config import DryRunConfig, check
 
 WORKER = "tests/configs/memory_worker.py"
-RULES = f"rules: {CONFIGS / 'rules/decoder.yaml'}\n"
 STRATEGIES = {
-    "one": ("mesh: {dp: 1}\n", ()),
-    "dp2_zero": ("mesh: {dp: 2}\noptimizer_parallel: {axis: dp}\n", ()),
-    "dp2_accumulate": ("mesh: {dp: 2}\n", ("--accumulate", "3")),
-    "tp2_sp_recompute": ("mesh: {tp: 2}\nsequence_parallel: true\nrecompute: {layers: all}\n", ()),
-    "pp2_interleaved": ("mesh: {pp: 2}\npipeline: {num_microbatches: 3, virtual_stages: 2}\n", ()),
+    **COMMON,
     "pp2_zero_bubble": ("mesh: {pp: 2}\npipeline: {num_microbatches: 4, schedule: zero_bubble_h1}\n", ()),
     "dp2_cp2": ("mesh: {dp: 2, cp: 2}\n", ()),
     "inference_pp2": ("mesh: {pp: 2, tp: 2}\npipeline: {num_microbatches: 2}\n", ("--inference",)),

@@ -243,17 +243,12 @@ def _offload(book: InputKeys) -> Offload | None:
     return Offload(optimizer=True) if moments == "cpu" else None
 
 
-GATHERS_ONCE = (
-    "gathers the weights once a step; add recompute: {layers: all} and "
-    "optimizer_parallel.reshard_after_forward to reshard them after the forward pass"
-)
-
-
 def _zero(book: InputKeys) -> OptimizerParallel | None:
     stage = _stage(book) or 0
-    told = {0: "", 1: "shards the weights as well as the moments", 2: "shards the weights, too", 3: GATHERS_ONCE}[stage]
+    told = {1: "shards the weights as well as the moments", 2: "shards the weights, too"}.get(stage, "")
+    becomes = f"optimizer_parallel{'.reshard_after_forward' * (stage == 3)} {told}".strip()
     for key in (f"{ZERO}stage", *(["zero_optimization"] if stage and "zero_optimization" in book else [])):
-        book.note(key, "approximated" if told else "renamed", f"optimizer_parallel {told}".strip())
+        book.note(key, "approximated" if told else "renamed", becomes)
     size = _value(
         book, f"{ZERO}mics_shard_size", lambda value: None if value == -1 else whole(value), "-1 or a number", None
     )
@@ -261,7 +256,7 @@ def _zero(book: InputKeys) -> OptimizerParallel | None:
     if size and not stage:
         place = book.given[f"{ZERO}mics_shard_size"].place
         raise ConfigError(f"{place}: {ZERO}mics_shard_size needs zero_optimization.stage 3, got {stage}")
-    return OptimizerParallel(shard_size=size) if stage else None
+    return OptimizerParallel(shard_size=size, reshard_after_forward=stage == 3) if stage else None
 
 
 def _sections(book: InputKeys) -> None:

@@ -466,3 +466,18 @@ def test_a_key_that_deepspeed_has_not_is_unknown(write):
     unknown = {note.key: note.text for note in done.notes if note.fate == "unknown"}
     assert set(unknown) == {"zero_optimization.overlap_com", "optimiser.type"}
     assert "did you mean zero_optimization.overlap_comm" in unknown["zero_optimization.overlap_com"]
+
+
+@pytest.mark.parametrize(
+    ("stage", "zero", "fate"),
+    [
+        (0, None, "renamed"),
+        (1, OptimizerParallel(), "approximated"),
+        (2, OptimizerParallel(), "approximated"),
+        (3, OptimizerParallel(reshard_after_forward=True), "renamed"),
+    ],
+)
+def test_stages_of_zero(write, stage, zero, fate):
+    done = read(write, {"train_batch_size": 64, "zero_optimization": {"stage": stage}})
+    assert done.settings.strategy.optimizer_parallel == zero
+    assert {note.key: note.fate for note in done.notes}["zero_optimization.stage"] == fate

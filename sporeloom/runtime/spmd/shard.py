@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from mindspore import nn
@@ -23,10 +24,11 @@ from sporeloom.partition.paths import functional_paths, with_paths
 from sporeloom.partition.propagate import shard_graph
 from sporeloom.partition.rank_mindir import write_rank
 from sporeloom.partition.sharded_graph import MixedRowsError, PartitionError, ShardedGraph
-from sporeloom.runtime.backend import ParameterLayout, Slices
+from sporeloom.runtime.backend import ParameterLayout
 from sporeloom.runtime.spmd.rank_graph import RankGraph
 from sporeloom.strategy.layout import Layout, Shape
 from sporeloom.strategy.mesh import Mesh
+from sporeloom.strategy.tensor_slice import TensorSlice, rank_slice
 
 
 @dataclass(frozen=True)
@@ -38,18 +40,14 @@ class GridLayout:
     local_shape: Shape
     optimizer_group: str = ""
 
-    def slices(self, global_shape: Shape, rank: int, groups: Mapping[str, Sequence[int]]) -> Slices:
-        """Slices of the full parameter that `rank` stores."""
-        return self.operator_slices(global_shape, rank)
+    def stored_slice(self, global_shape: Shape, rank: int, groups: Mapping[str, Sequence[int]]) -> TensorSlice:
+        """The part of the full parameter that `rank` stores."""
+        return self.operator_slice(global_shape, rank)
 
-    def operator_slices(self, global_shape: Shape, rank: int) -> Slices:
-        """Slices that operators use: equal to `slices`, because the layout includes sharding over replicas (ZeRO)."""
-        result = []
-        for size, axes in zip(global_shape, self.layout.dims, strict=True):
-            length = size // self.grid.degree(axes)
-            start = self.grid.index(rank, axes) * length
-            result.append(slice(start, start + length))
-        return tuple(result)
+    def operator_slice(self, global_shape: Shape, rank: int) -> TensorSlice:
+        """The part that operators use: the stored one, because the layout includes sharding over replicas (ZeRO)."""
+        grid = self.grid
+        return rank_slice(global_shape, self.layout.dims, grid.degrees.__getitem__, partial(grid.coordinate, rank))
 
 
 @dataclass(frozen=True)

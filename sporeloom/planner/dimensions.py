@@ -17,7 +17,9 @@ from sporeloom.core.reader import fields_from, read_yaml
 from sporeloom.models.config import ExpertConfig, ModelConfig, Widths
 from sporeloom.models.parameters import layer_shapes, parameter_shapes
 from sporeloom.planner.products import Products, products_of
+from sporeloom.strategy.axes import AXES, BY_NAME, ROWS
 from sporeloom.strategy.config import Order, stage_of_part
+from sporeloom.strategy.mesh import Mesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -399,8 +401,12 @@ class Parallelism:
     """Memory that a dynamic allocator takes for each byte requested; graphs with a memory plan lose nothing."""
 
     @property
+    def mesh(self) -> Mesh:
+        return Mesh(**{axis: getattr(self, axis) for axis in BY_NAME})
+
+    @property
     def devices(self) -> int:
-        return self.dp * self.tp * self.pp * self.cp
+        return math.prod(getattr(self, axis) for axis in AXES)
 
     @property
     def parts_of_expert(self) -> int:
@@ -417,10 +423,14 @@ class Parallelism:
         holders = [stage_of_part(part, self.pp, self.schedule) for part in range(self.pp * self.virtual_stages)]
         return sum(this == stage != following for this, following in itertools.pairwise(holders))
 
-    @property
+    @functools.cached_property
     def replicas(self) -> int:
         """Number of ranks that hold the same weights."""
-        return self.dp * self.cp
+        return math.prod(getattr(self, axis.name) for axis in ROWS if axis.is_replica)
+
+    def tokens(self, seq_len: int) -> float:
+        """Number of tokens of a microbatch on a rank."""
+        return self.microbatch * seq_len / self.cp
 
     @property
     def activation_bytes(self) -> int:

@@ -139,7 +139,7 @@ def expert_activations(dims: Dimensions, job: Parallelism) -> float:
     matrices, back."""
     if not dims.num_experts:
         return 0.0
-    tokens, width = job.microbatch * dims.seq_len / job.cp, job.activation_bytes
+    tokens, width = job.tokens(dims.seq_len), job.activation_bytes
     rows = dims.expert_share * tokens * dims.experts_per_token * dims.expert_rows
     spread = job.tp if job.parts_of_expert < job.tp else 1  # tp ranks that send a part each
     wide = (3 if dims.gated_mlp else 2) * dims.expert_ffn_size / job.parts_of_expert
@@ -160,7 +160,7 @@ def layer_activations(dims: Dimensions, job: Parallelism, recompute: str | None 
     scores' softmax, its dropout and mask (5).
     """
     recompute = recompute or job.recompute
-    tokens, width = job.microbatch * dims.seq_len / job.cp, job.activation_bytes
+    tokens, width = job.tokens(dims.seq_len), job.activation_bytes
     h, spread = dims.hidden_size, job.tp if job.sequence_parallel else 1
     if recompute == "full":
         return tokens * width * h / spread
@@ -203,7 +203,7 @@ class KeptActivations:
 
     @classmethod
     def of(cls, dims: Dimensions, job: Parallelism) -> KeptActivations:
-        tokens, width = job.microbatch * dims.seq_len / job.cp, job.activation_bytes
+        tokens, width = job.tokens(dims.seq_len), job.activation_bytes
         dropout = dims.dropout * (width if dims.float32_softmax else 1)  # as published: a byte
         return cls(
             full=layer_activations(dims, job, "none"),
@@ -243,7 +243,7 @@ def _offloaded(job: Parallelism, kept: KeptActivations, stage: int, parts: tuple
 
 def stage_memory(dims: Dimensions, job: Parallelism) -> list[StageMemory]:
     """Memory of each stage's devices."""
-    tokens, width = job.microbatch * dims.seq_len / job.cp, job.activation_bytes
+    tokens, width = job.tokens(dims.seq_len), job.activation_bytes
     spread = job.tp if job.sequence_parallel else 1
     kept, parts_of, result = KeptActivations.of(dims, job), job.parts(dims.num_layers), []
     again, away = job.recomputed(dims.num_layers), job.offloaded_layers or (0,) * job.pp

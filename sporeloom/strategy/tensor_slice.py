@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which part of a tensor a rank, a file or a reader has: the only class for it, used by layouts and checkpoints."""
+"""The part of a tensor that a rank, a file or a reader has: the only class for it, used by layouts and checkpoints."""
 
 from __future__ import annotations
 

@@ -26,8 +26,9 @@ from sporeloom.partition.rank_mindir import write_rank
 from sporeloom.partition.sharded_graph import MixedRowsError, PartitionError, ShardedGraph
 from sporeloom.runtime.backend import ParameterLayout
 from sporeloom.runtime.spmd.rank_graph import RankGraph
+from sporeloom.strategy.axes import ROWS
 from sporeloom.strategy.layout import Layout, Shape
-from sporeloom.strategy.mesh import Mesh
+from sporeloom.strategy.mesh import Mesh, part_of_axis
 from sporeloom.strategy.tensor_slice import TensorSlice, rank_slice
 
 
@@ -88,7 +89,7 @@ def decide(cell: nn.Cell, mesh: Mesh, num_microbatches: int = 1) -> Decisions:
                 shards, skips = said.optimizer_shards, report.is_spmd  # MindSpore skips none
                 dims = sharded_further(said.layout, degrees, shards, skips) if said.layout else ()
                 layouts[said.name] = dims
-            for operator, rule in report.owners.items():
+            for operator, rule in report.rules.owners.items():
                 pinned[f"{path}.{operator}" if path else operator] = Pin(
                     rule.inputs, rule.outputs, rule.local, rule.source
                 )
@@ -135,7 +136,8 @@ def layouts_of(shapes: Mapping[str, Shape], decided: Mapping[str, Layout]) -> di
 
 
 def _by_row(graph: Graph, grid: DeviceGrid, takes_batch: bool) -> list[Layout]:
-    batch = tuple(axis for axis in grid.degrees if axis.partition(":")[0].partition("/")[0] in (MICROBATCHES, "dp"))
+    of_batch = (MICROBATCHES, *(axis.name for axis in ROWS if axis.shards == "batch"))
+    batch = tuple(axis for axis in grid.degrees if part_of_axis(axis)[0] in of_batch)
     shapes = [type.shape for type in graph.inputs.values() if type.shape and takes_batch]
     rows = next((shape[0] for shape in shapes if shape[0] % grid.degree(batch) == 0), 0)
     return [

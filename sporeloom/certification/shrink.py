@@ -13,8 +13,8 @@ import math
 from typing import Any
 
 from sporeloom.core.errors import ConfigError
-from sporeloom.models.config import ExpertConfig, ModelConfig
-from sporeloom.models.streams import fields_of_layers
+from sporeloom.models.config import ModelConfig, fields_of_layers
+from sporeloom.models.parts.experts import ExpertConfig
 from sporeloom.planner.task import TrainedTask
 from sporeloom.strategy.config import V_SHAPED, OptimizerParallel, Pipeline, Recompute, Stages, Strategy
 from sporeloom.strategy.mesh import Mesh

@@ -47,7 +47,7 @@ from sporeloom.models.adapters import ADAPTER_CONFIG, base_folder, is_adapter_fo
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.config_file import CONFIG, is_published_config
 from sporeloom.models.family import FAMILIES
-from sporeloom.models.parameters import EXPERTS
+from sporeloom.models.parts.experts import STACKED
 from sporeloom.strategy.tensor_slice import TensorSlice
 
 TENSOR_FILES = (".safetensors", ".safetensors.index.json")
@@ -234,7 +234,7 @@ def check_weights(weights: Mapping[str, NDArray[Any]], shapes: Mapping[str, tupl
 
 def check_shapes(found: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
     """Like `check_weights`, for tensors that were not read yet."""
-    if any(EXPERTS in name for name in shapes) and not any(EXPERTS in name for name in found):
+    if any(STACKED in name for name in shapes) and not any(STACKED in name for name in found):
         raise ConfigError(
             f"{source}: the model has experts, but this checkpoint has none: convert it with sporeloom upcycle "
             f"--checkpoint {source}"

@@ -41,9 +41,10 @@ from sporeloom.checkpoint.tensor_files import (
 )
 from sporeloom.checkpoint.tensor_hashes import tensor_damage
 from sporeloom.core.errors import ConfigError
-from sporeloom.models.config import ExpertConfig, ModelConfig
+from sporeloom.models.config import ModelConfig
 from sporeloom.models.config_file import CONFIG
-from sporeloom.models.parameters import EXPERTS, parameter_shapes
+from sporeloom.models.parameters import parameter_shapes
+from sporeloom.models.parts.experts import STACKED, ExpertConfig
 from sporeloom.strategy.tensor_slice import TensorSlice
 
 SHARD_BYTES = 5_000_000_000
@@ -125,7 +126,7 @@ class UpcycleJob:
     def rows(self, name: str) -> Rows:
         """A tensor of the new model, or of its optimizer's state, some rows at a time."""
         prefix = next((moment for moment in MOMENTS if name.startswith(moment)), "")
-        if EXPERTS in name:
+        if STACKED in name:
             return self._copies(name, noise=0.0 if prefix else self.noise)
         if name.removeprefix(prefix) in self.dense.shapes:
             return self.dense.rows(name)
@@ -133,7 +134,7 @@ class UpcycleJob:
 
     def _copies(self, name: str, noise: float) -> Rows:
         """The dense matrix or bias once for each expert."""
-        matrix = np.concatenate(list(self.dense.rows(name.replace(EXPERTS, ".mlp."))))
+        matrix = np.concatenate(list(self.dense.rows(name.replace(STACKED, ".mlp."))))
         matrix = matrix.reshape(1, *((1, -1) if matrix.ndim == 1 else matrix.shape))
         for expert in range(self.model.mixture.num_experts):
             copy = matrix

@@ -10,7 +10,9 @@ import operator
 from collections import Counter
 from dataclasses import dataclass
 
-from sporeloom.planner.dimensions import Dimensions, Parallelism, PartLayers
+from sporeloom.models.parts import attention, mlp
+from sporeloom.planner.dimensions import Dimensions
+from sporeloom.planner.parallelism import Parallelism, PartLayers
 from sporeloom.strategy.schedule import held_parts, microbatches_held
 
 MOMENTS = 8
@@ -142,7 +144,7 @@ def expert_activations(dims: Dimensions, job: Parallelism) -> float:
     tokens, width = job.tokens(dims.seq_len), job.activation_bytes
     rows = dims.expert_share * tokens * dims.experts_per_token * dims.expert_rows
     spread = job.tp if job.parts_of_expert < job.tp else 1  # tp ranks that send a part each
-    wide = (3 if dims.gated_mlp else 2) * dims.expert_ffn_size / job.parts_of_expert
+    wide = mlp.kept_features(dims, dims.expert_ffn_size) / job.parts_of_expert
     return rows / spread * width * (2 * dims.hidden_size + wide)
 
 
@@ -166,7 +168,7 @@ def layer_activations(dims: Dimensions, job: Parallelism, recompute: str | None 
         return tokens * width * h / spread
     norms = dims.num_norms * width * h
     whole = 2 * norms + (2 * (width if dims.float32_softmax else 1) * h if dims.dropout else 0)
-    cut = width * (2 * dims.query_size + 2 * dims.kv_size + (3 if dims.gated_mlp else 2) * dims.always_used_ffn)
+    cut = width * (attention.kept_features(dims) + mlp.kept_features(dims, dims.always_used_ffn))
     if dims.float32_softmax:  # probabilities in float32 and, where it is another type, in that of the product; masks
         kept = 4 + (width if width < 4 else 0) + (4 if dims.dropout else 0)
     else:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from sporeloom.planner.cluster import Cluster, Overlap
-from sporeloom.planner.dimensions import Dimensions, Parallelism
+from sporeloom.planner.dimensions import Dimensions
 from sporeloom.planner.memory import (
     MOMENTS,
     expert_parameters,
@@ -21,6 +21,7 @@ from sporeloom.planner.memory import (
     second_moments_saved,
     stage_parameters,
 )
+from sporeloom.planner.parallelism import Parallelism
 from sporeloom.strategy.listed_schedule import Pass
 from sporeloom.strategy.schedule import idle_microbatches, splits_backward, times
 

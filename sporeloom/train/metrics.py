@@ -19,7 +19,7 @@ from sporeloom.core.errors import ConfigError
 from sporeloom.core.files import write_text_atomically
 from sporeloom.core.json_text import json_text
 from sporeloom.core.lines import file_lines
-from sporeloom.models.config import ExpertConfig
+from sporeloom.models.parts.experts import ExpertConfig
 from sporeloom.train.trackers import Tracker
 
 SHOWN = {

@@ -29,8 +29,9 @@ from sporeloom.checkpoint.sharded import CheckpointReader, LocalTensor, damage, 
 from sporeloom.checkpoint.tensor_hashes import seal
 from sporeloom.checkpoint.upcycle import UpcycleJob, open_dense, upcycled, write_model
 from sporeloom.core.errors import ConfigError
-from sporeloom.models.config import ExpertConfig, ModelConfig
+from sporeloom.models.config import ModelConfig
 from sporeloom.models.parameters import parameter_shapes
+from sporeloom.models.parts.experts import ExpertConfig
 from sporeloom.models.weight_names import Name
 from sporeloom.strategy.tensor_slice import TensorSlice
 

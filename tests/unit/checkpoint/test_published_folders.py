@@ -18,10 +18,11 @@ from sporeloom.checkpoint.model_folder import copy_beside, load_config, load_wei
 from sporeloom.checkpoint.tensor_files import model_files
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.hashes import HASHES
-from sporeloom.models.config import ExpertConfig, ModelConfig
+from sporeloom.models.config import ModelConfig
 from sporeloom.models.config_file import config_with_file
 from sporeloom.models.family import family_module, size_config
 from sporeloom.models.parameters import parameter_shapes
+from sporeloom.models.parts.experts import ExpertConfig
 from sporeloom.strategy.tensor_slice import TensorSlice
 
 SIZES = {"vocab_size": 40, "hidden_size": 16, "num_layers": 2, "num_heads": 4, "head_dim": 8, "ffn_hidden_size": 32}

@@ -12,7 +12,7 @@ from sporeloom.core.command_line import parse_args
 from sporeloom.models.family import size_config
 from sporeloom.models.parameters import num_parameters, parameter_shapes
 from sporeloom.planner.cluster import Cluster, Overlap
-from sporeloom.planner.dimensions import Dimensions, Parallelism, PartLayers, of_decoder
+from sporeloom.planner.dimensions import Dimensions, of_decoder
 from sporeloom.planner.memory import (
     expert_parameters,
     layer_activations,
@@ -22,6 +22,7 @@ from sporeloom.planner.memory import (
     stage_memory,
     stage_parameters,
 )
+from sporeloom.planner.parallelism import Parallelism, PartLayers
 from sporeloom.planner.search import describe, search
 from sporeloom.planner.step_time import flops_per_device, group_bandwidth, step_time
 from sporeloom.strategy.schedule import passes

@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from sporeloom.planner.dimensions import Parallelism
 from sporeloom.planner.memory import microbatches_in_flight
+from sporeloom.planner.parallelism import Parallelism
 from sporeloom.strategy.config import V_SHAPED
 from sporeloom.strategy.schedule import held_parts, idle_microbatches, passes, split_passes, times
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from sporeloom.models.parts import attention, mlp
 from sporeloom.planner.dimensions import Dimensions
 from sporeloom.planner.parallelism import Parallelism, PartLayers
-from sporeloom.strategy.schedule import held_parts, microbatches_held
+from sporeloom.strategy.schedule import held_parts
 
 MOMENTS = 8
 """Bytes of AdamW's two moments for each parameter."""
@@ -181,11 +181,6 @@ def layer_activations(dims: Dimensions, job: Parallelism, recompute: str | None 
     elif recompute == "selective":
         scores = 0
     return tokens * (whole / spread + (cut + scores) / job.tp) + expert_activations(dims, job)
-
-
-def microbatches_in_flight(job: Parallelism, stage: int) -> float:
-    """Maximum number of microbatches that a stage holds in its schedule; one held in one of v parts counts as 1/v."""
-    return microbatches_held(stage, job.pp, job.num_microbatches, job.virtual_stages, job.schedule)
 
 
 @dataclass(frozen=True)

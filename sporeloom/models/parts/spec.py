@@ -12,7 +12,7 @@ Use = Literal["matrix", "vector", "table", "sink", "channels"]
 """matrix: every token is multiplied with all of it; vector: norms, biases and factors; table: rows are looked up; sink: keys
 and values in front of each sequence; channels: a convolution, whose channels are multiplied one by one."""
 Sharding = Literal["whole", "tp", "kv"]
-"""By tensor parallelism: every rank holds all of it, ranks hold a shard each, or a shard for each head of keys and values
+"""Sharding by tensor parallelism: every rank holds all of it, or a shard, or a shard for each head of keys and values
 at most."""
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, mint, nn, ops
 from mindspore_partitioner import WORLD, virtual_ascend
-from recorded_devices import EXPERTS, network, recorded
+from recorded_devices import EXPERTS, collectives_of, network, recorded
 
 from sporeloom.core.errors import ConfigError
 from sporeloom.mindspore_compat.names import cell_graph_executor, mind_ir
@@ -20,7 +20,7 @@ from sporeloom.runtime.by_mindspore.devices import Devices
 from sporeloom.runtime.engine import Engine
 from sporeloom.runtime.spmd import devices as native_spmd
 from sporeloom.runtime.spmd.collectives import attributes, collective_nodes
-from sporeloom.runtime.spmd.devices import NEVER_RUN, Communication, SpmdDevices, collectives_of
+from sporeloom.runtime.spmd.devices import NEVER_RUN, Communication, SpmdDevices
 from sporeloom.strategy.loader import strategy_of
 
 RULES = {"rules": "decoder"}

@@ -317,7 +317,7 @@ class ModelConfig(Widths):
         return None
 
     def domain_offset(self, domain: int | None) -> int:
-        """Offset that marks a token's id with a domain (see `sporeloom.nn.moe.HashRouter`)."""
+        """Offset that marks a token's id with a domain (see `sporeloom.nn.routing.HashRouter`)."""
         if domain is None:
             return 0
         return (domain - self.mixture.domain) % self.num_domains * self.vocab_size

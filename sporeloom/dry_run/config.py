@@ -16,13 +16,7 @@ from sporeloom.models.config_file import named_model, with_model_folder
 from sporeloom.models.family import with_precision
 from sporeloom.planner.cluster import Cluster, read_cluster
 from sporeloom.planner.task import TaskFlags, TrainedTask, task_of, task_problems, trained_model
-from sporeloom.strategy.checks import (
-    adapter_problems,
-    batch_problems,
-    group_problems,
-    model_problems,
-    situation_problems,
-)
+from sporeloom.strategy.checks import adapter_problems, batch_problems, group_problems, model_problems
 from sporeloom.strategy.config import Strategy
 from sporeloom.strategy.launching import DEVICES_PER_SERVER
 from sporeloom.strategy.loader import load_strategy
@@ -176,7 +170,7 @@ def check(config: DryRunConfig) -> DryRun:
         problems += [f"--batch-size {batch}: {config.task} trains on pairs, two sequences each"] if batch % unit else []
         problems += batch_problems(strategy, batch // unit, seq_len, config.accumulate, training=not config.inference)
         problems += [] if config.inference else group_problems(strategy, model, batch, seq_len, config.accumulate)
-    problems += situation_problems(strategy, "sampling") if task and task.samples else []
+    problems += strategy.axis_problems("sampling") if task and task.samples else []
     problems.raise_if_any()
     assert ranks and task
     return DryRun(config, model, strategy, ranks, batch, seq_len, task, cluster)

@@ -12,7 +12,7 @@ from sporeloom.core.errors import ConfigError
 from sporeloom.mindspore_compat.names import NO_PARTITIONER, GradAccumulation, MicroBatchInterleaved, numpy_type
 from sporeloom.models.paths import path_matches
 from sporeloom.parallel.layers import layers_of, matching_cells
-from sporeloom.parallel.operators import Operator
+from sporeloom.parallel.operators import Operator, operators, parameter_uses
 from sporeloom.parallel.report import ParameterReport, Report
 from sporeloom.parallel.rule_table import RuleTable, match_rules
 from sporeloom.parallel.sharding import (
@@ -48,7 +48,8 @@ def parallelize(net: nn.Cell, strategy: Strategy, whole: bool = True) -> Report:
         raise ConfigError(spans_tensor_parallel(strategy))
     kv_parts, group_parts = parts_of_heads(net, strategy.mesh)
     resolved = with_parts_of_axes(strategy.rules.operators, kv_parts, group_parts, strategy.mesh)
-    rules = match_rules(net, strategy.rules.operators, resolved)
+    found = operators(net)
+    rules = match_rules(found, parameter_uses(found), strategy.rules.operators, resolved)
     for _, cell in net.cells_and_names():
         if hasattr(cell, "repeats_heads"):
             cell.repeats_heads = bool(group_parts)

@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-
-from mindspore import nn
+from typing import TYPE_CHECKING
 
 from sporeloom.models.paths import alternatives, path_matches
-from sporeloom.parallel.operators import Operator, ParameterUse, operators, parameter_uses
 from sporeloom.strategy.config import Rule
 from sporeloom.strategy.layout import Layout
+
+if TYPE_CHECKING:  # it loads MindSpore
+    from sporeloom.parallel.operators import Operator, ParameterUse
 
 
 @dataclass(frozen=True)
@@ -81,16 +82,17 @@ def _without_match(pattern: str, paths: Sequence[str]) -> list[str]:
     return [one for one in some if not any(path_matches(one, path) for path in paths)]
 
 
-def match_rules(net: nn.Cell, written: Sequence[Rule], resolved: Sequence[Rule]) -> RuleTable:
-    """Match the rules of a strategy with the operators of `net`.
+def match_rules(
+    operators: Sequence[Operator], uses: Iterable[ParameterUse], written: Sequence[Rule], resolved: Sequence[Rule]
+) -> RuleTable:
+    """Match the rules of a strategy with the operators of a network.
 
     Args:
         resolved: the same rules in the mesh's own axes (see `sharding.with_parts_of_axes`).
     """
-    found = operators(net)
     matches = {
         operator.path: positions
-        for operator in found
+        for operator in operators
         if (positions := tuple(i for i, rule in enumerate(written) if path_matches(rule.pattern, operator.path)))
     }
-    return RuleTable(tuple(found), tuple(parameter_uses(found)), tuple(resolved), tuple(written), matches)
+    return RuleTable(tuple(operators), tuple(uses), tuple(resolved), tuple(written), matches)

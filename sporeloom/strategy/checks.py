@@ -235,15 +235,6 @@ def sizes_of(config: ModelConfig) -> dict[str, int]:
     return sizes
 
 
-def situation_problems(strategy: Strategy, situation: str) -> list[str]:
-    """List the axes that a situation refuses (`Axis.refuses`)."""
-    return [
-        f"{strategy.at(f'mesh.{axis.name}')}: {axis.refuses[situation]}; leave {axis.name} out"
-        for axis in ROWS
-        if situation in axis.refuses and strategy.mesh.degree(axis.name) > 1
-    ]
-
-
 def _layer_problems(strategy: Strategy, config: ModelConfig, has_others: bool) -> list[str]:
     """Check layers against stages, recomputation and offloading. `has_others`: problems to be solved first."""
     mesh, problems = strategy.mesh, list[str]()

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
+from sporeloom.core.document import Document, Keys, show_key
 from sporeloom.core.errors import ConfigError
-from sporeloom.core.reader import Document, Keys, Reader, is_a, read_yaml, show_key
+from sporeloom.core.reader import Reader, is_a, read_yaml
 from sporeloom.core.shipped import RULES, shipped_names, shipped_or_file
 from sporeloom.models.paths import alternatives
 from sporeloom.strategy.axes import LAYOUT_AXES, ROWS

@@ -13,10 +13,11 @@ from typing import Any, ClassVar
 
 from sporeloom.checkpoint.contents import is_trained
 from sporeloom.checkpoint.manifest import checkpoints
+from sporeloom.core.document import Document
 from sporeloom.core.errors import ConfigError, Problems
 from sporeloom.core.files import unwritable
 from sporeloom.core.numbers import number_problems
-from sporeloom.core.reader import Document, fields_from
+from sporeloom.core.reader import fields_from
 from sporeloom.data.random_ltd import RandomLTD
 from sporeloom.data.sample_order import Sizes
 from sporeloom.data.tokenizer import find_tokenizer
@@ -26,14 +27,7 @@ from sporeloom.models.family import with_precision
 from sporeloom.models.parameters import parameter_shapes
 from sporeloom.runtime.environment import is_first_process
 from sporeloom.strategy.certificate import about_task, check_certificate, covered_settings
-from sporeloom.strategy.checks import (
-    adapter_problems,
-    batch_problems,
-    group_problems,
-    launch_problems,
-    model_problems,
-    situation_problems,
-)
+from sporeloom.strategy.checks import adapter_problems, batch_problems, group_problems, launch_problems, model_problems
 from sporeloom.strategy.config import SINGLE_DEVICE, Strategy
 from sporeloom.strategy.loader import load_strategy
 from sporeloom.train.flags import (
@@ -405,7 +399,7 @@ def _strategy_problems(
     yield from config.ema_problems(strategy)
     yield from launch_problems(strategy, num_processes) if num_processes is not None else []
     yield from model_problems(strategy, model) if model else []
-    yield from situation_problems(strategy, "sampling") if config.samples_texts else []
+    yield from strategy.axis_problems("sampling") if config.samples_texts else []
     if strategy.optimizer_on_host and not config.optimizer.startswith("adamw"):
         yield f"{strategy.at('offload.optimizer')}: AdamW's moments can be moved, not those of --optimizer {config.optimizer}"
     if strategy.pipeline.virtual_stages > 1 and config.task in ("dpo", "kto", "grpo", "ppo"):
@@ -435,7 +429,7 @@ def _random_ltd_problems(
         yield f"--random-ltd-min-value: {model.num_layers} layers have none between the first and the last"
     if model.experts:
         yield "--random-ltd-min-value: expert capacity is counted in full sequences; leave it out"
-    yield from situation_problems(strategy, "random-LTD")
+    yield from strategy.axis_problems("random-LTD")
     least, most, growth = dropping.min_value, dropping.max_value, dropping.seq_per_step
     if least > most:
         yield f"--random-ltd-min-value {least} is outside 1 .. {most}, the tokens of a sequence"

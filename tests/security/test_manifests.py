@@ -11,9 +11,10 @@ from sporeloom.checkpoint.manifest import checkpoints, read_manifest
 from sporeloom.checkpoint.model_folder import load_config, load_weights, write_config
 from sporeloom.checkpoint.reshard import export, find_checkpoint, reshard
 from sporeloom.checkpoint.sharded import LocalTensor, damage, file_name, finish, write_parts
+from sporeloom.core.document import Document
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.hashes import write_hashes
-from sporeloom.core.reader import Document, fields_from
+from sporeloom.core.reader import fields_from
 from sporeloom.models.family import size_config
 from sporeloom.models.parameters import parameter_shapes
 from sporeloom.strategy.tensor_slice import TensorSlice

@@ -17,8 +17,9 @@ from sporeloom.checkpoint.manifest import checkpoints, read_manifest
 from sporeloom.checkpoint.model_folder import load_config, load_weights, save_checkpoint
 from sporeloom.checkpoint.sharded import LocalTensor, damage, finish, remove_leftovers, remove_old, write_parts
 from sporeloom.core import files
+from sporeloom.core.document import Document
 from sporeloom.core.files import recover_folder, replaced_folder, write_text_atomically
-from sporeloom.core.reader import Document, fields_from
+from sporeloom.core.reader import fields_from
 from sporeloom.data.rewrite import complete_or_absent
 from sporeloom.data.sources import DocumentSource
 from sporeloom.data.token_file import TokenFile, partial_folder

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.numbers import Count, Depth, Natural, NotNegative, Positive, Rate, choice_problems, number_problems
-from sporeloom.models.parts import attention, indexer, streams
+from sporeloom.models.parts import attention, indexer, latent_attention, streams
 from sporeloom.models.parts.experts import ExpertConfig
 from sporeloom.models.parts.indexer import IndexerConfig
 from sporeloom.models.parts.latent_attention import LatentConfig
@@ -330,15 +330,8 @@ class ModelConfig(Widths):
 
     @property
     def flash_problem(self) -> str | None:
-        """Why FlashAttentionScore cannot compute this model's attention. Source: its documentation in MindSpore
-        2.9."""
-        if self.latent:
-            return "latent attention, whose values are not as wide as its keys"
-        if self.head_size % 16 or self.head_size > 512:
-            return f"heads of {self.head_size} features; it takes multiples of 16 up to 512"
-        if self.dropout_rate:
-            return f"dropout_rate {self.dropout_rate}; probabilities that are never kept are not dropped"
-        return None
+        """Why FlashAttentionScore cannot compute this model's attention."""
+        return latent_attention.FLASH_PROBLEM if self.latent else attention.flash_problem(self)
 
     @property
     def attention_on_ascend(self) -> Literal["plain", "flash"]:

@@ -10,7 +10,7 @@ import operator
 from collections import Counter
 from dataclasses import dataclass
 
-from sporeloom.models.parts import attention, mlp
+from sporeloom.models.parts import attention, mlp, norm
 from sporeloom.planner.dimensions import Dimensions
 from sporeloom.planner.parallelism import Parallelism, PartLayers
 from sporeloom.strategy.schedule import held_parts
@@ -166,8 +166,8 @@ def layer_activations(dims: Dimensions, job: Parallelism, recompute: str | None 
     h, spread = dims.hidden_size, job.tp if job.sequence_parallel else 1
     if recompute == "full":
         return tokens * width * h / spread
-    norms = dims.num_norms * width * h
-    whole = 2 * norms + (2 * (width if dims.float32_softmax else 1) * h if dims.dropout else 0)
+    masks = 2 * (width if dims.float32_softmax else 1) * h if dims.dropout else 0
+    whole = dims.num_norms * width * norm.kept_features(dims) + masks
     cut = width * (attention.kept_features(dims) + mlp.kept_features(dims, dims.always_used_ffn))
     if dims.float32_softmax:  # probabilities in float32 and, where it is another type, in that of the product; masks
         kept = 4 + (width if width < 4 else 0) + (4 if dims.dropout else 0)
@@ -177,7 +177,7 @@ def layer_activations(dims: Dimensions, job: Parallelism, recompute: str | None 
     if job.flash_attention:
         scores = 0
         if recompute == "selective":  # values that are cheap to recompute: outputs of the norms and of the activation
-            whole, cut = whole - norms, cut - width * dims.always_used_ffn
+            whole, cut = whole - dims.num_norms * width * h, cut - width * dims.always_used_ffn
     elif recompute == "selective":
         scores = 0
     return tokens * (whole / spread + (cut + scores) / job.tp) + expert_activations(dims, job)

@@ -3,7 +3,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from sporeloom.models.parts.spec import LayerSizes, Specs, linear
+
+if TYPE_CHECKING:
+    from sporeloom.models.config import ModelConfig
 
 LLAMA_NAMES = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "output"}
 """Published name of Llama and similar models, within `self_attn` -> name here, within `attention`."""
@@ -29,3 +34,12 @@ def kept_features(sizes: LayerSizes) -> int:
 def cache_widths(sizes: LayerSizes) -> tuple[int, int]:
     """Width of what the two parameters of a KV cache hold of a token: all its keys, and all its values."""
     return sizes.kv_size, sizes.kv_size
+
+
+def flash_problem(config: ModelConfig) -> str | None:
+    """Why FlashAttentionScore cannot compute it. Source: its documentation in MindSpore 2.9."""
+    if config.head_size % 16 or config.head_size > 512:
+        return f"heads of {config.head_size} features; it takes multiples of 16 up to 512"
+    if config.dropout_rate:
+        return f"dropout_rate {config.dropout_rate}; probabilities that are never kept are not dropped"
+    return None

@@ -14,6 +14,9 @@ from sporeloom.models.parts.spec import ParameterSpec, Specs, linear
 if TYPE_CHECKING:
     from sporeloom.models.config import ModelConfig
 
+FLASH_PROBLEM = "latent attention, whose values are not as wide as its keys"
+"""Why FlashAttentionScore cannot compute it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LatentConfig:

@@ -88,6 +88,7 @@ def job_of(strategy: Strategy, config: ModelConfig, batch_size: int, accumulate:
         zero_shards=(zero.shard_size or 0) if zero else 0,
         sequence_parallel=strategy.sequence_parallel,
         precision=precision,
+        own_graphs=True,
         **optimizer_sharding(
             bool(zero),
             microbatches > 1 and not (zero and zero.shard_accumulated_gradients),

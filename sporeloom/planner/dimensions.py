@@ -397,6 +397,10 @@ class Parallelism:
     """Whether Muon updates the matrices of layers, which then have no second moment."""
     fragmentation: float = 1.0
     """Memory that a dynamic allocator takes for each byte requested; graphs with a memory plan lose nothing."""
+    own_graphs: bool = False
+    """Passes are graphs of this package: gradients are cast to float32 and added up in kernels of their own, those of
+    replicas are reduced after the last pass, and a stage sends without waiting. Else as in the engines of published
+    runs, which add up in the products' kernels and reduce while the last backward pass runs."""
 
     @property
     def devices(self) -> int:

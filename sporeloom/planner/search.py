@@ -149,6 +149,7 @@ def _jobs(request: PlanRequest) -> Iterator[Parallelism]:
                         microbatch=microbatch,
                         num_microbatches=batch // dp // microbatch,
                         precision=request.precision,
+                        own_graphs=True,
                         muon=request.muon,
                     )
                     yield from _variants(request, base)

@@ -108,7 +108,7 @@ def cut_cell(model: mind_ir.ModelProto, cell: nn.Cell, strategy: Strategy, is_tr
     try:
         return Cut(
             sharded,
-            cut_into_stages(sharded.result.graph, parts, splits, sums_from, strategy.stage_of_part),
+            cut_into_stages(sharded.result.graph, parts, splits, sums_from, strategy.stage_of_part, is_training),
         )
     except PartitionError as error:
         raise ConfigError(f"engine spmd: {error}") from None

@@ -16,6 +16,7 @@ from sporeloom.parallel.report import Report
 from sporeloom.partition.axis_parts import PartedAxes, UndividedAxisError, sharded_further
 from sporeloom.partition.graph import Graph
 from sporeloom.partition.grid import MICROBATCHES, STAGES, DeviceGrid
+from sporeloom.partition.hints import summands
 from sporeloom.partition.layout import ValueLayout
 from sporeloom.partition.mindir import UnreadableGraphError, read_graph
 from sporeloom.partition.operation import Pin
@@ -193,8 +194,14 @@ def shard(
     decisions: Decisions,
     held: Sequence[ValueLayout] | None = None,
     gathers_outputs: bool = True,
+    scattered: Sequence[str] = (),
+    in_parts: bool = False,
 ) -> Sharded:
     """Shard one device's graph. Ranks receive full inputs, or inputs in the layouts `held`.
+
+    Args:
+        scattered: names of parameters, of which the outputs after the first are gradients, to be sharded like them.
+        in_parts: whether the summands of these are sharded so, because they are of several stages.
 
     Raises:
         ConfigError: it cannot be sharded by the strategy.
@@ -209,7 +216,19 @@ def shard(
         parts = dict(zip(graph.inputs, held, strict=True)) if held is not None else {}
         of_inputs = decisions.inputs or _by_row(graph, grid, decisions.takes_batch and held is None)
         inputs = dict(zip(graph.inputs, of_inputs, strict=True))
-        sharded = shard_graph(graph, grid, wanted, inputs, pinned, parts, gathers_outputs, reshards=decisions.reshards)
+        gradients = zip(graph.outputs[1:], scattered, strict=False)
+        like = {output: decided[name] for output, name in gradients if name in decided}
+        sharded = shard_graph(
+            graph,
+            grid,
+            wanted,
+            inputs,
+            pinned,
+            parts,
+            gathers_outputs,
+            reshards=decisions.reshards,
+            scattered=summands(graph, like) if in_parts else like,
+        )
     except MixedRowsError:
         raise
     except (UnreadableGraphError, PartitionError) as error:

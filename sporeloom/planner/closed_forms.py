@@ -283,7 +283,8 @@ def _expert_traffic(dims: Dimensions, job: Parallelism, stage: int, again: int) 
 
 
 def _parameter_traffic(dims: Dimensions, job: Parallelism, stage: int) -> dict[str, float]:
-    """Gradients reduced and sharded weights gathered, once a step.
+    """Gradients reduced and sharded weights gathered: once a step, from ZeRO-2 gradients of each microbatch, with ZeRO-3
+    weights for each, too.
 
     Of a batch taken at once MindSpore reduces the tied table's gradient once for each of its two uses, and with optimizer
     parallel over groups the whole gradients before they are sharded; of microbatches they add up and are sharded first, and
@@ -307,9 +308,10 @@ def _parameter_traffic(dims: Dimensions, job: Parallelism, stage: int) -> dict[s
         gathered = 2 * (gathered // 4 + _float32_parameters(dims, job, stage))
     if job.zero == 3:
         gathered += _gathered_again(dims, job, stage)
+    scatters, gathers = (job.num_microbatches if job.zero >= level else 1 for level in (2, 3))
     return {
-        "AllGather optimizer": gathered + experts,
-        "ReduceScatter optimizer": whole - uncut + experts,
+        "AllGather optimizer": (gathered + experts) * gathers,
+        "ReduceScatter optimizer": (whole - uncut + experts) * scatters,
         "AllReduce optimizer": reduced,
     }
 

@@ -87,7 +87,8 @@ def train(path: str, options: list[str], out: str) -> None:
     """Five steps of each optimizer. Writes OUT.OPTIMIZER.json (losses, norms) and .npz (gradients or weights).
 
     `path`: a strategy file, or one_device. `options`: one of MODELS, and of clip, accumulate, copies, after_query, dropout,
-    gpipe, seqpipe and zero_bubble_v (with virtual stages), offload, again (weights are gathered twice), shards (gradients of microbatches),
+    gpipe, seqpipe and zero_bubble_v (with virtual stages), offload, again (weights are gathered twice),
+    shards (gradients of microbatches),
     ep_over_tp (experts over all four ranks, each of them whole), cp_for_tp (sequences over what is tp in the file), and
     shallow (2 layers, which compile in half the time).
     A pipeline has as many microbatches as stages, for the same reason.

@@ -436,6 +436,11 @@ class Parallelism:
         return (self.zero_shards or self.replicas) if self.zero else 1
 
     @property
+    def shards_accumulated_gradients(self) -> bool:
+        """Whether gradients of each microbatch are reduce-scattered, although weights stay gathered."""
+        return self.own_graphs and self.zero == 2 and self.num_microbatches > 1
+
+    @property
     def global_batch_size(self) -> int:
         return self.dp * self.microbatch * self.num_microbatches
 

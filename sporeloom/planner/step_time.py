@@ -310,12 +310,15 @@ def _data_parallel(
         per_microbatch = job.gathers == "microbatch"
         share, times = (overlap.weights, job.num_microbatches) if per_microbatch else (overlap.gradients, 1)
         gathers = 2 if per_microbatch else 1  # again for the backward pass
-        moved, gathered = ring * trained * 2 * times, gathers * ring * parameters * 2 * times
+        width = GRADIENT_BYTES if job.own_graphs else 2
+        moved, gathered = ring * trained * width * times, gathers * ring * parameters * 2 * times
         return max(moved - share * backward, 0.0), max(gathered - share * compute * (1 + gathers) / 3, 0.0)
     moved, gathered = ring * trained * GRADIENT_BYTES, ring * parameters * job.weight_bytes
     last = backward / job.num_microbatches  # gradients are complete in the last microbatch
     if job.own_graphs and (job.pp > 1 or job.num_microbatches > 1):
         last = 0.0  # the update's graph reduces them
+    if job.shards_accumulated_gradients:
+        moved, last = job.num_microbatches * moved, backward
     if job.zero == 2:  # implementations that shard gradients move each virtual stage's while the next is computed
         moved, gathered = moved / job.virtual_stages, gathered / job.virtual_stages
     if job.zero == 0:  # an all-reduce; with sharded optimizer state a reduce-scatter, and the new weights are gathered

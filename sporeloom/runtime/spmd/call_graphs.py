@@ -90,7 +90,7 @@ def cut_call(model: mind_ir.ModelProto, cell: nn.Cell, strategy: Strategy, num_m
 
 
 def _cut(model: mind_ir.ModelProto, cell: nn.Cell, strategy: Strategy, num_microbatches: int) -> CutCall:
-    sharded = shard(model, decide(cell, strategy.mesh, num_microbatches))
+    sharded = shard(model, decide(cell, strategy.mesh, num_microbatches, strategy.shards_gradients))
     graph, parts = sharded.result.graph, dict[str, int]()
     for _, report in reports_in(cell):
         parts |= report.parts

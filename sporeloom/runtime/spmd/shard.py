@@ -73,11 +73,14 @@ class Decisions:
     """Whether weights are gathered anew for the forward and the backward pass."""
 
 
-def decide(cell: nn.Cell, mesh: Mesh, num_microbatches: int = 1) -> Decisions:
+def decide(
+    cell: nn.Cell, mesh: Mesh, num_microbatches: int = 1, shards_accumulated_gradients: bool = False
+) -> Decisions:
     """Derive decisions from the reports of the parallelized networks in `cell`.
 
     Args:
         num_microbatches: number of microbatches over which the batch is sharded as well (see `partition/microbatches.py`).
+        shards_accumulated_gradients: whether the gradients of each of these are reduce-scattered.
 
     Raises:
         ConfigError: rules or optimizer parallelism divide an axis incompatibly.
@@ -103,6 +106,8 @@ def decide(cell: nn.Cell, mesh: Mesh, num_microbatches: int = 1) -> Decisions:
         axes = PartedAxes({MICROBATCHES: num_microbatches, STAGES: mesh.pp, **degrees}, named)
     except UndividedAxisError as error:
         raise ConfigError(f"{mesh}: {error}") from None
+
+    axes.grid.scatters_first = shards_accumulated_gradients
 
     def resolved(layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
         return tuple(map(axes.layout, layouts))

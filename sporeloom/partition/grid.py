@@ -21,10 +21,12 @@ class DeviceGrid:
 
     Args:
         degrees: axis -> number of ranks along it, outer to inner: neighbouring ranks differ in the last one.
+        scatters_first: whether sums over MICROBATCHES are of shards where the sum is to be sharded: gradients of each
+            microbatch are reduce-scattered, instead of their sum.
     """
 
-    def __init__(self, degrees: Mapping[str, int]):
-        self.degrees = dict(degrees)
+    def __init__(self, degrees: Mapping[str, int], scatters_first: bool = False):
+        self.degrees, self.scatters_first = dict(degrees), scatters_first
         self.size = math.prod(self.degrees.values())
         self._order = {axis: position for position, axis in enumerate(self.degrees)}
         strides, stride = {}, 1

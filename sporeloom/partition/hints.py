@@ -41,6 +41,25 @@ def wanted_by_updates(graph: Graph, parameters: Mapping[Name, Layout]) -> dict[N
     return wanted
 
 
+def summands(graph: Graph, wanted: Mapping[Name, Layout]) -> dict[Name, Layout]:
+    """Values with layouts -> the values that are added up to them, so that stages can add up their own share of each."""
+    makers, found, todo = (
+        {name: node for node in graph.nodes for name in node.outputs},
+        dict[Name, Layout](),
+        [*wanted.items()],
+    )
+    while todo:
+        name, dims = todo.pop()
+        node = makers.get(name)
+        if node is not None and node.kind == "Depend" and isinstance(node.inputs[0], str):
+            todo.append((node.inputs[0], dims))
+        elif node is not None and node.kind == "AddN":
+            todo += ((item, dims) for item in node.flat_inputs())
+        else:
+            found[name] = dims
+    return found
+
+
 def casts_of_outputs(graph: Graph, first: int) -> set[Name]:
     """Casts from which only outputs `first` onwards (gradients) are computed. Their partial sums may stay pending, so
     that the sum over microbatches is reduced once and in the wider type."""

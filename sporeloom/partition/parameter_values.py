@@ -6,8 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from sporeloom.partition.graph import OF_THIS_PASS, Graph, Name, followed, is_effect
+from sporeloom.partition.graph import OF_THIS_PASS, Graph, Name, Node, followed, is_effect
 from sporeloom.partition.sharded_graph import SENT
+
+HALF = ("float16", "bfloat16")
 
 
 @dataclass(slots=True)
@@ -16,14 +18,15 @@ class ParameterValues:
 
     nodes: set[int] = field(default_factory=set)
     """Indices of the operators that compute them."""
-    gathered: set[Name] = field(default_factory=set)
-    """The subset of these values that needs communication."""
+    kept: set[Name] = field(default_factory=set)
+    """The subset of these values that is computed once and kept for all microbatches: what needs communication, and weights
+    in half precision. Each pass would otherwise send, or read and write, all of them again."""
     same: dict[Name, Name] = field(default_factory=dict)
     """Value -> an equal value that is computed earlier."""
 
 
-def of_parameters_alone(graph: Graph) -> ParameterValues:
-    """Find the values that are the same for all microbatches."""
+def of_parameters_alone(graph: Graph, keeps_casts: bool = False) -> ParameterValues:
+    """Find the values that are the same for all microbatches. `keeps_casts`: whether casts to half precision are kept."""
     found, first = ParameterValues(), dict[Any, Name]()
     written = {n for node in graph.nodes if is_effect(node, graph) for n in node.flat_inputs() if n in graph.parameters}
     known = {*graph.parameters} - written
@@ -46,8 +49,8 @@ def of_parameters_alone(graph: Graph) -> ParameterValues:
         known |= set(node.outputs)
         if node.kind == "Constant":
             continue
-        if any(name in found.gathered for name in names) or node.kind in SENT:
-            found.gathered |= set(node.outputs)
+        if any(name in found.kept for name in names) or node.kind in SENT or (keeps_casts and _halves(node)):
+            found.kept |= set(node.outputs)
         for position, output in enumerate(node.outputs):
             if node.kind == "Depend":
                 found.same[output] = names[0]
@@ -62,3 +65,8 @@ def of_parameters_alone(graph: Graph) -> ParameterValues:
                 first.setdefault((node.scope.name, position), output)
     found.same = {name: same for name, same in found.same.items() if name != same}
     return found
+
+
+def _halves(node: Node) -> bool:
+    """Whether a node casts to half precision."""
+    return node.kind == "Cast" and all(type is not None and type.dtype in HALF for type in node.types)

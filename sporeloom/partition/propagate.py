@@ -41,6 +41,7 @@ def shard_graph(
     gathers_outputs: bool = True,
     *,
     reshards: bool = False,
+    scattered: Mapping[Name, Layout] | None = None,
 ) -> ShardedGraph:
     """Shard `graph` over `grid`.
 
@@ -52,12 +53,13 @@ def shard_graph(
         gathers_outputs: whether every rank returns full outputs; otherwise a loss and gradients keep their layouts.
         reshards: whether parameters are gathered anew for the forward and the backward pass, each time not before the other
             inputs of their first user are there, so that a rank never has all of them gathered.
+        scattered: gradients, or summands of them -> layouts of their parameters, like which they are reduce-scattered.
 
     Raises:
         PartitionError: an unsupported operator writes a sharded parameter, or a rule does not match its operator.
     """
     walk = _Walk(graph, grid, parameters, inputs, pinned or {}, held or {})
-    walk.reshards = reshards
+    walk.reshards, walk.scattered = reshards, dict(scattered or {})
     if not gathers_outputs:
         walk.keeping_sums = casts_of_outputs(graph, first=1)
     return walk.run(gathers_outputs)
@@ -94,6 +96,7 @@ class _Walk(OperandLayouts):
             if not self.is_repeated(node):
                 self.visit(node)
             self.note(node)
+            self.scatter(node)
         self.consumer = "an output of the graph"
         for name in self.source.outputs:
             wanted = _whole(self.values[name].type) if gathers_outputs else self.values[name].layout

@@ -42,15 +42,11 @@ def redistribution(source: ValueLayout, target: ValueLayout, grid: DeviceGrid) -
     """
     assert target.partial <= source.partial and len(source.dims) == len(target.dims), (source, target)
     walk = _Walk(source, target, grid)
+    kinds = [walk.sums_over_microbatches, walk.slices, walk.scatters, walk.moves, walk.reduces, walk.gathers]
+    if grid.scatters_first:
+        kinds.insert(0, walk.scatters)
     while walk.dims != list(target.dims) or walk.due:
-        _ = (
-            walk.sums_over_microbatches()
-            or walk.slices()
-            or walk.scatters()
-            or walk.moves()
-            or walk.reduces()
-            or walk.gathers()
-        )
+        any(takes() for takes in kinds)
     return walk.steps
 
 
@@ -77,7 +73,7 @@ class _Walk:
         self.steps.append(Step(kind, axes, layout, dim, to_dim))
 
     def sums_over_microbatches(self) -> bool:
-        """Sum over microbatches before all else, so that the further steps run once for all microbatches."""
+        """Sum over microbatches before all else but `scatters_first`, so that the further steps run once for all."""
         if MICROBATCHES not in self.due:
             return False
         self.pending -= {MICROBATCHES}

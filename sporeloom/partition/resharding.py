@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ZeRO-3 / FSDP: parameters are gathered anew for the forward and the backward pass, each when its first user is due, so
-that no rank ever has all of them gathered."""
+"""ZeRO-2 and ZeRO-3 / FSDP: gradients of each microbatch are reduce-scattered; with ZeRO-3 parameters are gathered anew for
+the forward and the backward pass, each when its first user is due, so that no rank ever has all of them gathered."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from abc import ABC
 from sporeloom.partition.graph import OF_THIS_PASS, Graph, Name, Node, followed
 from sporeloom.partition.graph_builder import Building
 from sporeloom.partition.grid import DeviceGrid
-from sporeloom.partition.layout import ValueLayout
+from sporeloom.partition.layout import ValueLayout, fitted
 from sporeloom.partition.sharded_graph import Value
+from sporeloom.strategy.layout import Layout
 
 
 class Resharding(Building, ABC):
@@ -21,6 +22,8 @@ class Resharding(Building, ABC):
         self.reshards = False
         self.original: dict[Name, Name] = {}
         """Recomputed value -> the value of the forward pass."""
+        self.scattered: dict[Name, Layout] = {}
+        """Gradient, or a summand of one -> the layout of its parameter."""
         self._of_parameters = {*source.parameters}
         """Values that depend on parameters and constants alone."""
         self._due: dict[tuple[Name, bool], Name] = {}
@@ -32,6 +35,17 @@ class Resharding(Building, ABC):
         depends = [name in self._of_parameters for name in names if not self.values[name].is_constant]
         if depends and all(depends) and not node.attributes.get("side_effect_mem"):
             self._of_parameters |= {*node.outputs}
+
+    def scatter(self, node: Node) -> None:
+        """Reduce-scatter outputs that are gradients, if each rank has a partial sum of them."""
+        for name in node.outputs:
+            value, dims = self.values[name], self.scattered.get(name)
+            if dims is None or value.type is None or value.layout is None:
+                continue
+            target = fitted(dims, value.type.shape, self.grid)
+            axes = {axis for dim in target for axis in dim}
+            if value.layout.partial & axes:
+                self.lay_out(name, ValueLayout(target, value.layout.partial - axes))
 
     def is_repeated(self, node: Node) -> bool:
         """Take the value of the forward pass for one that is made of parameters and recomputed, such as the cast of a weight,

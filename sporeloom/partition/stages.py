@@ -24,7 +24,7 @@ class StagePass(NamedTuple):
     """A pass of one part of the model for one microbatch."""
 
     kind: PassKind
-    """`parameters`: values gathered from parameters alone, once for all microbatches; `weights`: gradients of weights
+    """`parameters`: values of parameters alone, gathered or cast once for all microbatches; `weights`: gradients of weights
     that no other part waits for, if they are split from the backward pass (zero bubble)."""
     part: int
 
@@ -65,6 +65,7 @@ def cut_into_stages(
     splits_weights: bool = False,
     sums_from: int | None = None,
     stage_of: Callable[[int], int] = lambda part: part,
+    keeps_casts: bool = False,
 ) -> StageGraphs:
     """Partition a sharded graph of a microbatch.
 
@@ -73,9 +74,10 @@ def cut_into_stages(
         splits_weights: whether gradients of weights become separate passes (zero bubble).
         sums_from: outputs from this index on are gradients, to which several parts may contribute summands.
         stage_of: part -> its stage; a parameter that several parts of a stage need gathered is gathered once.
+        keeps_casts: whether weights in half precision are kept for all microbatches; else each pass casts its own.
     """
     places = places_of_nodes(graph, parts)
-    return _Cut(graph, places, splits_weights, sums_from, of_parameters_alone(graph), stage_of).run()
+    return _Cut(graph, places, splits_weights, sums_from, of_parameters_alone(graph, keeps_casts), stage_of).run()
 
 
 class _Cut:
@@ -110,7 +112,7 @@ class _Cut:
         takers: dict[Name, list[StagePass]] = {}
         for one in sorted(built, key=_order):
             for name in built[one][1]:
-                if name in self.once.gathered:
+                if name in self.once.kept:
                     continue
                 maker = of_node[self.makers[name]]
                 assert maker is not None
@@ -134,7 +136,7 @@ class _Cut:
         first: dict[int, int] = {}
         for one, made in sorted(passes.items(), key=lambda item: item[0].part):
             part = first.setdefault(self.stage_of(one.part), one.part)
-            kept.setdefault(part, {}).update((name, None) for name in made.taken if name in self.once.gathered)
+            kept.setdefault(part, {}).update((name, None) for name in made.taken if name in self.once.kept)
         for part, names in kept.items():
             if names:
                 one = StagePass("parameters", part)
@@ -264,7 +266,7 @@ class _Cut:
                 maker = self.makers.get(name)
                 if maker is None or maker in found or name in taken:
                     continue
-                if name in self.once.gathered and one.kind != "parameters":
+                if name in self.once.kept and one.kind != "parameters":
                     taken[name] = None
                 elif of_node[maker] in (None, one) or self.types[name] is None:
                     found.add(maker)

@@ -89,6 +89,7 @@ def job_of(strategy: Strategy, config: ModelConfig, batch_size: int, accumulate:
         zero_shards=(zero.shard_size or 0) if zero else 0,
         sequence_parallel=strategy.sequence_parallel,
         precision=precision,
+        own_graphs=True,
         **optimizer_sharding(
             bool(zero),
             microbatches > 1 and not (zero and zero.shard_accumulated_gradients),
@@ -283,7 +284,8 @@ def _expert_traffic(dims: Dimensions, job: Parallelism, stage: int, again: int) 
 
 
 def _parameter_traffic(dims: Dimensions, job: Parallelism, stage: int) -> dict[str, float]:
-    """Gradients reduced and sharded weights gathered, once a step.
+    """Gradients reduced and sharded weights gathered: once a step, from ZeRO-2 gradients of each microbatch, with ZeRO-3
+    weights for each, too.
 
     Of a batch taken at once MindSpore reduces the tied table's gradient once for each of its two uses, and with optimizer
     parallel over groups the whole gradients before they are sharded; of microbatches they add up and are sharded first, and
@@ -299,6 +301,10 @@ def _parameter_traffic(dims: Dimensions, job: Parallelism, stage: int) -> dict[s
         others = tied if stage > 0 else 0  # the first stage reduces the tied table for both
         return {"AllReduce optimizer": (whole + twice - others if job.replicas > 1 else copied) + experts}
     reduced: float = uncut + (twice if uncut > tied else 0)
+    scatters, gathers = (job.num_microbatches if job.zero >= level else 1 for level in (2, 3))
+    scattered = whole - uncut
+    if scatters > 1 and uncut == tied:  # each of both stages scatters its gradient of the tied table
+        scattered, reduced = whole, reduced - tied
     if job.shards < job.replicas:
         first = 0 if not at_once else whole if job.zero < 3 else twice * (job.activation_bytes == 4)
         reduced = max(first, uncut) + (whole - max(first, uncut)) // job.shards + twice * (first > 0)
@@ -308,19 +314,21 @@ def _parameter_traffic(dims: Dimensions, job: Parallelism, stage: int) -> dict[s
     if job.zero == 3:
         gathered += _gathered_again(dims, job, stage)
     return {
-        "AllGather optimizer": gathered + experts,
-        "ReduceScatter optimizer": whole - uncut + experts,
+        "AllGather optimizer": (gathered + experts) * gathers,
+        "ReduceScatter optimizer": (scattered + experts) * scatters,
         "AllReduce optimizer": reduced,
     }
 
 
 def _gathered_again(dims: Dimensions, job: Parallelism, stage: int) -> int:
-    """Bytes of layers' weights that recomputation gathers: all but the biases of results that nobody needs again."""
+    """Bytes of weights that the backward pass gathers: those of layers but the biases of results that nobody needs again, and
+    the head."""
     layers, norms = job.stages(dims.num_layers)[stage], dims.num_norms * dims.norm
     mlp = dims.mlp_bias and dims.always_used_ffn > 0
     unneeded = {"sequential": mlp, "parallel": mlp + dims.output_bias, "sandwich": 0}[dims.block] * dims.hidden_size
     others = layer_parameters(dims, job.tp) - norms - unneeded
-    return layers * (4 * norms + job.activation_bytes * others)
+    head = 0 if dims.value_head or stage != job.last_stage else dims.vocab_size * dims.hidden_size // job.tp
+    return layers * (4 * norms + job.activation_bytes * others) + job.activation_bytes * head
 
 
 def _float32_parameters(dims: Dimensions, job: Parallelism, stage: int) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from sporeloom.planner.cluster import Cluster
-from sporeloom.planner.step_time import FLOAT32_SPEED, all_reduce, group_bandwidth
+from sporeloom.planner.rates import FLOAT32_SPEED, all_reduce, group_bandwidth
 
 HALVES = ("AllGather", "ReduceScatter")
 """Collectives that are half of an all-reduce."""

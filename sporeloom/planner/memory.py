@@ -253,17 +253,17 @@ def stage_memory(dims: Dimensions, job: Parallelism) -> list[StageMemory]:
         if stage == job.last_stage:  # input of the last norm and the head; logits in float32, and their gradient
             activations += tokens * 2 * width * dims.hidden_size / spread
             working = max(working, 2 * kept.logits)
-        weights = job.weight_bytes * _cut(count, experts, job.shards, shards, job.zero >= 3)
+        weights = job.weight_bytes * cut_parameters(count, experts, job.shards, shards, job.zero >= 3)
         if job.zero == 3:
             weights += _gathered_weights(dims, job, stage)
             working += width * layer_parameters(dims, job.tp)  # one's gradient
-        moments = job.optimizer_bytes * _cut(count, experts, job.shards, shards, True)
+        moments = job.optimizer_bytes * cut_parameters(count, experts, job.shards, shards, True)
         moments -= second_moments_saved(dims, job)[stage]
         result.append(
             StageMemory(
                 parameters=count + experts,
                 weights=weights,
-                gradients=job.gradient_bytes * _cut(count, experts, job.shards, shards, job.zero >= 2),
+                gradients=job.gradient_bytes * cut_parameters(count, experts, job.shards, shards, job.zero >= 2),
                 optimizer=moments - on_host[stage],
                 activations=activations,
                 working=working,
@@ -299,7 +299,7 @@ def second_moments_saved(dims: Dimensions, job: Parallelism) -> list[float]:
     ]
     experts, shards = expert_parameters(dims, job), expert_shards(job)
     return [
-        MOMENTS / 2 * _cut(count, of_stage, job.shards, shards, True)
+        MOMENTS / 2 * cut_parameters(count, of_stage, job.shards, shards, True)
         for count, of_stage in zip(counts, experts, strict=True)
     ]
 
@@ -310,10 +310,10 @@ def moments_on_host(dims: Dimensions, job: Parallelism) -> list[float]:
         return [0.0] * job.pp
     of_experts, shards = expert_parameters(dims, job), expert_shards(job)
     counts = enumerate(stage_parameters(dims, job))
-    return [MOMENTS * _cut(count, of_experts[stage], job.shards, shards, True) for stage, count in counts]
+    return [MOMENTS * cut_parameters(count, of_experts[stage], job.shards, shards, True) for stage, count in counts]
 
 
-def _cut(count: int, experts: int, shards: int, expert_shards: int, is_cut: bool) -> float:
+def cut_parameters(count: int, experts: int, shards: int, expert_shards: int, is_cut: bool) -> float:
     return count / shards + experts / expert_shards if is_cut else count + experts
 
 

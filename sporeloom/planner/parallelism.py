@@ -89,6 +89,10 @@ class Parallelism:
     """Whether Muon updates the matrices of layers, which then have no second moment."""
     fragmentation: float = 1.0
     """Memory that a dynamic allocator takes for each byte requested; graphs with a memory plan lose nothing."""
+    own_graphs: bool = False
+    """Passes are graphs of this package: gradients are cast to float32 and added up in kernels of their own, those of
+    replicas are reduced after the last pass, and a stage sends without waiting. Else as in the engines of published
+    runs, which add up in the products' kernels and reduce while the last backward pass runs."""
 
     @property
     def mesh(self) -> Mesh:
@@ -130,6 +134,11 @@ class Parallelism:
     @property
     def shards(self) -> int:
         return (self.zero_shards or self.replicas) if self.zero else 1
+
+    @property
+    def shards_accumulated_gradients(self) -> bool:
+        """Whether gradients of each microbatch are reduce-scattered, although weights stay gathered."""
+        return self.own_graphs and self.zero == 2 and self.num_microbatches > 1
 
     @property
     def global_batch_size(self) -> int:

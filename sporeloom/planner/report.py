@@ -145,7 +145,9 @@ def strategy_file(
         else Pipeline(),
         recompute=recompute,
         optimizer_parallel=OptimizerParallel(
-            shard_size=job.shards if job.shards < job.replicas else None, reshard_after_forward=job.zero == 3
+            shard_size=job.shards if job.shards < job.replicas else None,
+            shard_accumulated_gradients=job.shards_accumulated_gradients,
+            reshard_after_forward=job.zero == 3,
         )
         if job.zero
         else None,

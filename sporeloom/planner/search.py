@@ -89,10 +89,10 @@ class PlanRequest:
     devices: Devices
     global_batch_size: Count
     interleave: bool = False
-    reshard_after_forward: bool = False
-    """Also consider ZeRO-3. How much of its collectives hides behind computation is known from other libraries'
-    runs only: none of MindSpore's with it is published."""
     """Also consider pipelines with virtual stages."""
+    reshard_after_forward: bool = False
+    """Also consider ZeRO-3 where memory is short. How much of its collectives hides behind computation is known from
+    other libraries' runs only: none of MindSpore's with it is published."""
     flash_attention: bool = False
     mask_bytes: Natural = 0
     """Bytes of an entry of the attention mask; 0: the kernel makes it."""
@@ -101,6 +101,8 @@ class PlanRequest:
     precision: Precision = "bf16"
     """Number type of matrix products; master weights and moments are float32 in any case."""
     task: TrainedTask = PLAIN_TEXT
+    own_graphs: bool = True
+    """Whether this package's graphs train; else an engine of published runs (`Parallelism.own_graphs`)."""
     muon: bool = False
     """Whether Muon updates the matrices of layers. The time of its matrix products is not counted."""
 
@@ -150,6 +152,7 @@ def _jobs(request: PlanRequest) -> Iterator[Parallelism]:
                         microbatch=microbatch,
                         num_microbatches=batch // dp // microbatch,
                         precision=request.precision,
+                        own_graphs=request.own_graphs,
                         muon=request.muon,
                     )
                     yield from _variants(request, base)
@@ -204,8 +207,8 @@ def _variants(request: PlanRequest, base: Parallelism) -> Iterator[Parallelism]:
 
 
 def _recomputations(request: PlanRequest, job: Parallelism) -> Iterator[Parallelism]:
-    """No recomputation; if that does not fit, as few layers of each stage as make it fit, of either kind, or all;
-    or all with ZeRO-3, too."""
+    """No recomputation; if that does not fit, as few layers of each stage as make it fit, of either kind, or all; and
+    the same with gradients of microbatches sharded, too, and with ZeRO-3."""
     dims, usable = request.dims, request.cluster.usable_bytes
     stages = task_memory(dims, job, request.task)
     if max(stage.total for stage in stages) <= usable:
@@ -222,11 +225,11 @@ def _recomputations(request: PlanRequest, job: Parallelism) -> Iterator[Parallel
             yield dataclasses.replace(whole, recomputed_layers=tuple(needed))
         else:
             yield whole
-    possible = job.zero and job.pp == job.num_microbatches == 1 and not dims.num_experts
-    if request.reshard_after_forward and possible and "full" in request.recomputations:
-        yield dataclasses.replace(
-            job, recompute="full", **optimizer_sharding(True, False, request.precision, again=True)
-        )
+    if job.zero == 1 and job.own_graphs:
+        yield from _recomputations(request, dataclasses.replace(job, zero=2))
+    elif request.reshard_after_forward and job.zero in (1, 2):
+        again = optimizer_sharding(True, False, request.precision, again=True)
+        yield from _recomputations(request, dataclasses.replace(job, **again))
 
 
 def _fewest_layers(job: Parallelism, kept: KeptActivations, stage: int, layers: int, num_bytes: float) -> int:
@@ -251,7 +254,11 @@ def describe(job: Parallelism) -> str:
         parts.append(f"{job.virtual_stages} virtual stages")
     if job.zero:
         over = f" over {job.shards}" if job.shards < job.replicas else ""
-        parts.append(f"optimizer parallel{over}{', resharded after forward' if job.zero == 3 else ''}")
+        parts.append(f"optimizer parallel{over}")
+        if job.zero == 3:
+            parts.append("resharded after forward")
+        elif job.shards_accumulated_gradients:
+            parts.append("accumulated gradients sharded")
     if job.sequence_parallel:
         parts.append("sequence parallel")
     if job.recompute != "none":

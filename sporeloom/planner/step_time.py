@@ -13,6 +13,7 @@ from sporeloom.planner.cluster import Cluster, Overlap
 from sporeloom.planner.dimensions import Dimensions
 from sporeloom.planner.memory import (
     MOMENTS,
+    cut_parameters,
     expert_parameters,
     expert_shards,
     head_columns,
@@ -22,14 +23,13 @@ from sporeloom.planner.memory import (
     stage_parameters,
 )
 from sporeloom.planner.parallelism import Parallelism
+from sporeloom.planner.rates import KERNEL_HEAD, Rates, all_reduce, all_to_all, group_bandwidth
 from sporeloom.strategy.listed_schedule import Pass
 from sporeloom.strategy.schedule import idle_microbatches, splits_backward, times
 
-FLOAT32_SPEED = 0.5  # of matrix products, relative to bf16: no published run in the fit computes so
 GRADIENT_BYTES = 4  # on the wire: replicas' gradients are added up in float32
 SCORE_PASSES = 6.5  # products write and read scores; scale, mask, softmax and dropout pass over them
-MESSAGE_S = 2e-6  # to send one of an all-to-all's messages off, however short: published latencies of small messages
-KERNEL_HEAD = 128  # fused attention kernels take as long for narrower heads
+OWN_SCORE_PASSES, OWN_DROPOUT_PASSES = 8.5, 2.5  # softmax in float32 writes probabilities in both types
 BACKWARD_PASSES = 1.5  # passes over memory of a layer's backward, relative to its forward
 
 
@@ -72,6 +72,8 @@ class StepTime:
     weights: float
     """Gathering sharded weights that is not hidden."""
     optimizer: float
+    accumulation: float
+    """Casting weights and gradients and adding up gradients of microbatches, in kernels of their own."""
     offload: float
     """Moving optimizer state and activations to the host and back, as far as it is not hidden."""
 
@@ -85,61 +87,11 @@ class StepTime:
         return self.tensor_parallel + self.expert_parallel + self.pipeline + self.gradients + self.weights
 
 
-def group_bandwidth(cluster: Cluster, size: int, stride: int) -> float:
-    """Bytes/s at which a ring through every `stride`-th device moves data, for one device.
-
-    Rings that leave a node share its links: of a group with k members in a node each member brings one device's link.
-    """
-    in_node = min(size, max(1, cluster.devices_per_node // stride))
-    intra = cluster.intra_node_gb_per_s * cluster.fitted.intra_node
-    if size <= in_node:
-        return intra * 1e9
-    return min(intra, in_node * cluster.inter_node_gb_per_s * cluster.fitted.inter_node) * 1e9
-
-
-def all_reduce(num_bytes: float, size: int, bandwidth: float) -> float:
-    """Seconds of a ring all-reduce; a reduce-scatter or an all-gather takes half."""
-    return 2 * (size - 1) / size * num_bytes / bandwidth
-
-
-def all_to_all(num_bytes: float, size: int, stride: int, rates: Rates, copies: int = 0) -> float:
-    """Seconds in which every device sends each of `size`, every `stride`-th, its part of `num_bytes`: within a node over its
-    links, to others over the device's own, each message after the other. `copies`: of what each row is among them, of which
-    a node is sent one."""
-    cluster = rates.cluster
-    in_node = min(size, max(1, cluster.devices_per_node // stride))
-    near = (in_node - 1) / size * num_bytes / (cluster.intra_node_gb_per_s * cluster.fitted.intra_node * 1e9)
-    nodes = size / in_node
-    if copies:
-        num_bytes *= nodes * (1 - (1 - 1 / nodes) ** copies) / copies
-    far = (size - in_node) / size * num_bytes / (cluster.inter_node_gb_per_s * cluster.fitted.inter_node * 1e9)
-    return near + far + (size - 1) * MESSAGE_S
-
-
-class Rates:
-    """Rates that one device and its tensor parallel group reach."""
-
-    def __init__(self, dims: Dimensions, job: Parallelism, cluster: Cluster):
-        fitted, self.cluster, self.experts = cluster.fitted, cluster, cluster.fitted_experts
-        faster = {"fp8": fitted.fp8, "fp32": FLOAT32_SPEED}.get(job.precision, 1.0)
-        self.flops = cluster.peak_tflops * 1e12 * fitted.matmul * faster
-        aligned = dims.head_size % cluster.alignment == 0
-        self.attention_flops = cluster.peak_tflops * 1e12 * fitted.attention * (1.0 if aligned else 1 / 12)
-        if dims.num_experts:
-            self.attention_flops *= self.experts.attention
-        self.bytes = cluster.memory_gb_per_s * 1e9 * fitted.memory
-        self.overhead = fitted.layer_overhead_us * 1e-6
-        self.tp = group_bandwidth(cluster, job.tp, 1)
-        self.width = job.activation_bytes
-        self.factor_width = 1 if job.precision == "fp8" else self.width
-
-    def matmul(self, m: float, n: float, k: float) -> float:
-        """Seconds of (m, k) x (k, n): the arithmetic, and then each matrix once through memory.
-
-        The second term makes products with a short side less efficient, as they are.
-        """
-        moved = self.factor_width * (m * k + k * n) + self.width * m * n
-        return 2 * m * n * k / self.flops + moved / self.bytes
+def score_passes(dims: Dimensions, job: Parallelism) -> float:
+    """Number of passes over the scores of a layer's forward pass, outside of a fused kernel."""
+    if job.own_graphs and job.precision != "fp32" and dims.float32_softmax:
+        return OWN_SCORE_PASSES + OWN_DROPOUT_PASSES * dims.dropout
+    return SCORE_PASSES
 
 
 def layer_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> LayerTime:
@@ -156,7 +108,7 @@ def layer_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> LayerTime
     passes = (3 + 4 * dims.num_norms) * tokens * h / (tp if job.sequence_parallel else 1)
     passes += (2 * dims.mlp_matrices - 2) * tokens * ffn / tp  # the activation
     if not job.flash_attention:
-        passes += SCORE_PASSES * tokens * dims.num_heads * dims.seq_len / tp
+        passes += score_passes(dims, job) * tokens * dims.num_heads * dims.seq_len / tp
     reduced = (1 if dims.block == "parallel" else 2) * all_reduce(rates.width * tokens * h, tp, rates.tp)
     if job.cp > 1:
         reduced += 2 * rates.width * tokens * dims.kv_size / tp * (job.cp - 1) / rates.tp  # keys and values go round
@@ -210,17 +162,19 @@ def attention_core(dims: Dimensions, job: Parallelism, rates: Rates) -> float:
         spread = job.tp if job.sequence_parallel else 1
         return rates.width * tokens * (4 * dims.hidden_size / spread + 3 * dims.ffn_size / job.tp) / rates.bytes
     flops = 4 * tokens * dims.seq_len * dims.query_size / job.tp / rates.attention_flops
-    return flops + rates.width * SCORE_PASSES * tokens * dims.num_heads * dims.seq_len / job.tp / rates.bytes
+    return flops + rates.width * score_passes(dims, job) * tokens * dims.num_heads * dims.seq_len / job.tp / rates.bytes
 
 
 def unneeded_result(dims: Dimensions, job: Parallelism, rates: Rates) -> float:
-    """Seconds of adding up a layer's last product over tp, which a graph leaves out where the layer is recomputed: no
-    gradient needs the sum. The norm behind it in a sandwich block does."""
+    """Seconds of a layer's last product and of adding it up over tp, which a graph leaves out where the layer is
+    recomputed: no gradient needs the result. The norm behind it in a sandwich block does."""
     if job.repeats_results or dims.num_experts or dims.block == "sandwich":
         return 0.0
-    tokens = job.microbatch * dims.seq_len / job.cp
-    whole = all_reduce(rates.width * tokens * dims.hidden_size, job.tp, rates.tp)
-    return whole / 2 if job.sequence_parallel else whole
+    tokens, h = job.microbatch * dims.seq_len / job.cp, dims.hidden_size
+    unneeded = _unneeded_entries(dims, job)
+    product = rates.matmul(tokens, h, unneeded / h / job.tp) if unneeded else 0.0
+    whole = all_reduce(rates.width * tokens * h, job.tp, rates.tp)
+    return product + (whole / 2 if job.sequence_parallel else whole)
 
 
 def head_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> LayerTime:
@@ -256,8 +210,9 @@ def step_time(
     stages = job.stages(dims.num_layers)
     counts = job.recomputed(dims.num_layers)
     head_total = products * head.matmul + (1 + BACKWARD_PASSES) * head.memory + 3 * head.overhead
+    sums, casts = _accumulation(dims, job, rates, adapters)
     busy = [
-        layers * forward_backward.total + (counts[i] * again) + (head_total if i == job.last_stage else 0.0)
+        layers * forward_backward.total + counts[i] * again + (head_total if i == job.last_stage else 0.0) + sums[i]
         for i, layers in enumerate(stages)
     ]
     slowest = max(range(job.pp), key=busy.__getitem__)
@@ -266,6 +221,7 @@ def step_time(
     of_layer = PassTimes(layer.total, forward_backward.total - layer.total, (products - 2) * layer.matmul)
     of_head = PassTimes(head.total, head_total - head.total, (products - 2) * head.matmul)
     gradients, weights = _data_parallel(dims, job, cluster, compute, overlap, adapters)
+    gradients += _tied_words(dims, job, cluster)
     return StepTime(
         matmul=m * (layers * forward_backward.matmul + (products * head.matmul if has_head else 0.0)),
         attention=m * layers * forward_backward.attention,
@@ -275,10 +231,11 @@ def step_time(
         expert_parallel=m * layers * forward_backward.expert_parallel,
         recompute=m * counts[slowest] * again,
         pipeline=_sends(dims, job, cluster),
-        bubble=_bubble(dims, job, busy, (of_layer, of_head, again)),
+        bubble=_bubble(dims, job, busy, (of_layer, of_head, again), sums),
         gradients=gradients,
         weights=weights,
         optimizer=_update(dims, job, rates, adapters),
+        accumulation=m * sums[slowest] + casts,
         offload=_offload(dims, job, cluster, compute, adapters),
     )
 
@@ -293,10 +250,14 @@ class PassTimes(NamedTuple):
 
 
 def _bubble(
-    dims: Dimensions, job: Parallelism, busy: Sequence[float], parts: tuple[PassTimes, PassTimes, float]
+    dims: Dimensions,
+    job: Parallelism,
+    busy: Sequence[float],
+    parts: tuple[PassTimes, PassTimes, float],
+    sums: Sequence[float],
 ) -> float:
     """Seconds that the slowest stage waits, with each stage's `busy` seconds for a microbatch. `parts`: of a layer, of the
-    head, and what a recomputed layer adds.
+    head, and what a recomputed layer adds; `sums`: seconds of each stage to add up gradients.
 
     Filling and draining takes the other stages' time once, a v-th of it with v virtual stages. Zero-bubble schedules are
     counted out, pass by pass.
@@ -311,6 +272,7 @@ def _bubble(
     def seconds(stage: int, one: Pass) -> float:
         of, has_head = stages[stage][one.part], stage == job.last_stage and one.part == job.virtual_stages - 1
         repeated = of.recomputed * again if one.kind == "backward" else 0.0
+        repeated += sums[stage] / job.virtual_stages if one.kind == "weights" else 0.0
         return of.layers * getattr(layer, one.kind) + repeated + (getattr(head, one.kind) if has_head else 0.0)
 
     ends = [drawn[-1][2] for drawn in times(*order, seconds)]
@@ -325,7 +287,9 @@ def _sends(dims: Dimensions, job: Parallelism, cluster: Cluster) -> float:
     num_bytes /= job.tp if job.sequence_parallel or job.scatter_gather or job.virtual_stages > 1 else 1
     bandwidth = group_bandwidth(cluster, 2, job.tp * job.replicas)
     rounds = job.num_microbatches * job.virtual_stages + job.pp - 1
-    return 2 * rounds * num_bytes / bandwidth
+    return (
+        (1 if job.own_graphs else 2) * rounds * num_bytes / bandwidth
+    )  # a stage that only receives waits half as much
 
 
 def _data_parallel(
@@ -347,10 +311,15 @@ def _data_parallel(
         per_microbatch = job.gathers == "microbatch"
         share, times = (overlap.weights, job.num_microbatches) if per_microbatch else (overlap.gradients, 1)
         gathers = 2 if per_microbatch else 1  # again for the backward pass
-        moved, gathered = ring * trained * 2 * times, gathers * ring * parameters * 2 * times
+        width = GRADIENT_BYTES if job.own_graphs else 2
+        moved, gathered = ring * trained * width * times, gathers * ring * parameters * 2 * times
         return max(moved - share * backward, 0.0), max(gathered - share * compute * (1 + gathers) / 3, 0.0)
     moved, gathered = ring * trained * GRADIENT_BYTES, ring * parameters * job.weight_bytes
     last = backward / job.num_microbatches  # gradients are complete in the last microbatch
+    if job.own_graphs and (job.pp > 1 or job.num_microbatches > 1):
+        last = 0.0  # the update's graph reduces them
+    if job.shards_accumulated_gradients:
+        moved, last = job.num_microbatches * moved, backward
     if job.zero == 2:  # implementations that shard gradients move each virtual stage's while the next is computed
         moved, gathered = moved / job.virtual_stages, gathered / job.virtual_stages
     if job.zero == 0:  # an all-reduce; with sharded optimizer state a reduce-scatter, and the new weights are gathered
@@ -358,11 +327,40 @@ def _data_parallel(
     return max(moved - overlap.gradients * last, 0.0), gathered
 
 
+def _tied_words(dims: Dimensions, job: Parallelism, cluster: Cluster) -> float:
+    """Seconds in which the first and the last stage add up the gradients of the words that both have."""
+    if not (job.own_graphs and job.last_stage and dims.tied_embedding) or dims.value_head:
+        return 0.0
+    apart = job.tp * job.replicas * job.last_stage
+    bandwidth = group_bandwidth(cluster, 2, apart if apart >= cluster.devices_per_node else 1)
+    return all_reduce(GRADIENT_BYTES * dims.vocab_size * dims.hidden_size / job.tp, 2, bandwidth)
+
+
+def _accumulation(dims: Dimensions, job: Parallelism, rates: Rates, adapters: int) -> tuple[list[float], float]:
+    """Seconds of each stage for a microbatch, and of the largest one for a step: weights are cast once (read 4 bytes,
+    write 2), gradients cast back (2, 4) and added to their sum (8, 4)."""
+    if not job.own_graphs:
+        return [0.0] * job.pp, 0.0
+    half, adds = job.precision != "fp32", job.num_microbatches > 1
+    of_experts, shards = expert_parameters(dims, job), expert_shards(job)
+    held = list(zip(stage_parameters(dims, job), of_experts, strict=True))
+    sums = [
+        (
+            6 * half * (adapters or sum(each))
+            + 12 * adds * (adapters or cut_parameters(*each, job.shards, shards, job.zero >= 2))
+        )
+        / rates.bytes
+        for each in held
+    ]
+    return sums, max(6 * half * sum(each) for each in held) / rates.bytes
+
+
 def _update(dims: Dimensions, job: Parallelism, rates: Rates, adapters: int) -> float:
     """Seconds in which the optimizer reads and writes its state and weights, and reads gradients."""
     whole = max(stage_parameters(dims, job)) / job.shards + max(expert_parameters(dims, job)) / expert_shards(job)
     parameters, saved = adapters or whole, max(second_moments_saved(dims, job))
-    moved = parameters * (2 * job.optimizer_bytes + job.gradient_bytes + 2 * job.weight_bytes) - 2 * saved
+    passes = 12 if job.own_graphs else 0  # gradients are read for their norm, then clipped
+    moved = parameters * (2 * job.optimizer_bytes + job.gradient_bytes + 2 * job.weight_bytes + passes) - 2 * saved
     return moved / rates.bytes
 
 
@@ -395,7 +393,14 @@ def flops_per_device(dims: Dimensions, job: Parallelism, frozen: bool = False) -
         "selective": attention,
         "full": attention
         + further
-        + 2 * tokens * dims.num_layers * dims.layer_matrices
+        + 2 * tokens * dims.num_layers * (dims.layer_matrices - _unneeded_entries(dims, job))
         + 2 * tokens * dims.expert_layers * dims.experts_per_token * dims.expert_parameters,
     }
     return model / job.devices, (model + share * again[job.recompute]) / job.devices
+
+
+def _unneeded_entries(dims: Dimensions, job: Parallelism) -> int:
+    """Entries of a layer's last product, which a graph that recomputes the layer leaves out."""
+    if not job.own_graphs or dims.num_experts or dims.block == "sandwich":
+        return 0
+    return dims.hidden_size * (dims.always_used_ffn + (dims.query_size if dims.block == "parallel" else 0))

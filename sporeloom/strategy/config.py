@@ -104,7 +104,8 @@ class OptimizerParallel:
     shard_size: Natural | None = None
     """Shard over groups of this many replicas instead of all of them."""
     shard_accumulated_gradients: bool = False
-    """In a pipeline: shard the accumulated gradients, too. Less memory, a reduce-scatter per microbatch."""
+    """ZeRO-2 with microbatches: reduce-scatter the gradients of each and add up shards, as `reshard_after_forward`
+    does. Less memory, a reduce-scatter per microbatch instead of one per step."""
     reshard_after_forward: bool = False
     """ZeRO-3 / FSDP: gather a weight when its first operator in the forward pass is due, release it after the last one, and
     gather it again for the backward pass, in a pipeline for each microbatch. A device then holds the gathered weights
@@ -256,6 +257,12 @@ class Strategy:
     def gathers_twice(self) -> bool:
         """Whether weights are resharded after the forward pass and gathered again for the backward pass."""
         return self.optimizer_parallel is not None and self.optimizer_parallel.reshard_after_forward
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether gradients are reduce-scattered in each microbatch, so that what is added up is sharded."""
+        zero = self.optimizer_parallel
+        return zero is not None and (zero.shard_accumulated_gradients or zero.reshard_after_forward)
 
     @property
     def num_virtual_stages(self) -> int:

@@ -28,6 +28,9 @@ STRATEGIES = {
     "dp2_tp2_zero_accumulate": "mesh: {dp: 2, tp: 2}\noptimizer_parallel: {axis: dp}\n",
     "dp2_accumulate": "mesh: {dp: 2}\n",
     "dp4_zero2_accumulate": "mesh: {dp: 4}\noptimizer_parallel: {axis: dp, shard_size: 2}\n",
+    "pp2_dp2_zero_gradients": "mesh: {pp: 2, dp: 2}\npipeline: {num_microbatches: 4}\n"
+    "optimizer_parallel: {axis: dp, shard_accumulated_gradients: true}\n",
+    "dp4_zero3_accumulate": "mesh: {dp: 4}\noptimizer_parallel: {axis: dp, reshard_after_forward: true}\n",
     "ep2_tp2": "mesh: {ep: 2, tp: 2}\n",
     "pp2_ep2": "mesh: {pp: 2, ep: 2}\npipeline: {num_microbatches: 2}\n",
     "dp4_ep2_zero": "mesh: {dp: 4, ep: 2}\noptimizer_parallel: {axis: dp}\n",
@@ -129,6 +132,7 @@ def test_graphs_hold_what_is_implied_and_send_no_more(family, size, name, write)
         implied, held = sizes[rank["stage"]], rank["parameter_bytes"]
         assert held == implied or name in OWN_STAGES or (is_shared and implied - tied < held < implied)
         assert rank["optimizer_bytes"] == 2 * held
+        assert (rank["gradient_bytes"] == held) == (job.zero != 1)  # whole where those of microbatches add up
         stage = values["job"]["stages"][rank["stage"]]
         assert stage["layers"] == len(rank["layers"])
         for group, members in rank["groups"].items():

@@ -24,6 +24,7 @@ CASES = [
     "pangu_tiny_dp4_zero+again+dropout+shallow",
     "pangu_tiny_dp2_tp2_zero+again+palm+shallow",  # keys and values are on all four, sharded over two
     "pangu_tiny_dp2_pp2_zero+again+clip+shallow",
+    "pangu_tiny_dp2_pp2_zero+shards+clip+shallow",
     "pangu_switch_tiny_dp4_ep2_zero+again+accumulate+moe+shallow",
     "pangu_tiny_dp2_tp2_sp+dropout+shallow",
     "pangu_tiny_dp2_tp2+copies+dropout+shallow",
@@ -59,7 +60,7 @@ CASES = [
     "pangu_pro_moe_tiny_ep2_tp2+sigma+shallow",  # texts of two domains
     "pangu_tiny_dp2_pp2+latent+shallow",  # multi-token prediction in the last stage
     "pangu_tiny_tp2_pp2_recompute+two+shallow",
-    "pangu_tiny_dp2_pp2+zero_bubble_v+latent",
+    "pangu_tiny_dp2_pp2+zero_bubble_v+latent+shards",
     "pangu_pro_moe_tiny_ep2_pp2+two_moe+shallow",
     "pangu_pro_moe_tiny_ep2_tp2+two_moe+shallow",
     "pangu_pro_moe_tiny_ep2_tp2+two_moe+ep_over_tp+shallow",
@@ -86,6 +87,7 @@ LIKE_WITHOUT = (
     "zero_bubble_v",
     "offload",
     "again",
+    "shards",
     "ep_over_tp",
     "cp_for_tp",
 )

@@ -437,7 +437,10 @@ CASES = {
     "unet": trained(UNet, normal(ROWS, 2, 8, 8), ids(3, ROWS, 8, 8), rules=channels("down", "middle")),
     "mobilenet": trained(MobileNet, normal(ROWS, 4, 6, 6), FOUR, rules=channels("wide", "depth")),
     "vit": trained(
-        Vit, normal(ROWS, 3, 4, 4), FOUR, rules=columns("query", "key", "value", "up") | rows("out", "down")
+        Vit,
+        *(normal(ROWS, 3, 4, 4), FOUR),
+        rules=columns("query", "key", "value", "up") | rows("out", "down"),
+        settings={"optimizer_parallel": {"axis": "dp", "shard_accumulated_gradients": True}},
     ),
     "vae": trained(Vae, normal(ROWS, 12), normal(ROWS, 4, seed=3), rules=columns("encoder", "decoder") | rows("out")),
     "deep fm": trained(DeepFm, ids(30, ROWS, 5), bits(ROWS, 1), rules=columns("up") | rows("down")),

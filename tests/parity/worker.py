@@ -88,6 +88,7 @@ def train(path: str, options: list[str], out: str) -> None:
 
     `path`: a strategy file, or one_device. `options`: one of MODELS, and of clip, accumulate, copies, after_query, dropout,
     gpipe, seqpipe and zero_bubble_v (with virtual stages), offload, again (weights are gathered twice),
+    shards (gradients of microbatches),
     ep_over_tp (experts over all four ranks, each of them whole), cp_for_tp (sequences over what is tp in the file), and
     shallow (2 layers, which compile in half the time).
     A pipeline has as many microbatches as stages, for the same reason.
@@ -116,6 +117,8 @@ def train(path: str, options: list[str], out: str) -> None:
         zero = OptimizerParallel(shard_size=shards, reshard_after_forward=True)
         recompute = Recompute() if strategy.mesh.tp > 1 else None
         strategy = dataclasses.replace(strategy, optimizer_parallel=zero, recompute=recompute)
+    if "shards" in options and strategy.mesh.size > 1:
+        strategy = dataclasses.replace(strategy, optimizer_parallel=OptimizerParallel(shard_accumulated_gradients=True))
     if "ep_over_tp" in options and strategy.mesh.size > 1:
         strategy = dataclasses.replace(strategy, mesh=Mesh(dp=2, ep=4, tp=2))
     if "cp_for_tp" in options and strategy.mesh.size > 1:

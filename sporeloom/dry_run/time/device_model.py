@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from sporeloom.planner.cluster import Cluster
-from sporeloom.planner.step_time import FLOAT32_SPEED, KERNEL_HEAD, MESSAGE_S
+from sporeloom.planner.rates import FLOAT32_SPEED, KERNEL_HEAD, MESSAGE_S
 
 KERNELS_OF_LAYER = 16
 """Kernels of a dense layer's forward pass after fusion: the fit counts launches and gaps by layer."""
@@ -82,7 +82,7 @@ class DeviceModel:
         return min(Counter(rank // self.cluster.devices_per_node for rank in ranks).values())
 
     def _all_to_all(self, num_bytes: float, ranks: Sequence[int]) -> float:
-        """Pairs exchange parts, each message after the other; as `planner.step_time.all_to_all`."""
+        """Pairs exchange parts, each message after the other; as `planner.rates.all_to_all`."""
         cluster, size, in_node = self.cluster, len(ranks), self._in_node(ranks)
         intra = cluster.intra_node_gb_per_s * cluster.fitted.intra_node * 1e9
         inter = cluster.inter_node_gb_per_s * cluster.fitted.inter_node * 1e9

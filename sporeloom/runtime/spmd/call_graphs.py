@@ -90,7 +90,7 @@ def cut_call(model: mind_ir.ModelProto, cell: nn.Cell, strategy: Strategy, num_m
 
 
 def _cut(model: mind_ir.ModelProto, cell: nn.Cell, strategy: Strategy, num_microbatches: int) -> CutCall:
-    sharded = shard(model, decide(cell, strategy.mesh, num_microbatches))
+    sharded = shard(model, decide(cell, strategy.mesh, num_microbatches, strategy.shards_gradients))
     graph, parts = sharded.result.graph, dict[str, int]()
     for _, report in reports_in(cell):
         parts |= report.parts
@@ -98,7 +98,7 @@ def _cut(model: mind_ir.ModelProto, cell: nn.Cell, strategy: Strategy, num_micro
     joined = {total.source for total in divided.totals.values() if total.dim is not None}
     divided.main.outputs.sort(key=lambda name: name not in joined)  # the sums last
     splits = splits_backward(strategy.pipeline.order)
-    stages = cut_into_stages(divided.main, parts, splits, len(joined), strategy.stage_of_part)
+    stages = cut_into_stages(divided.main, parts, splits, len(joined), strategy.stage_of_part, num_microbatches > 1)
     after = cut_updates(
         divided.after, strategy.mesh.pp, _holders(divided, stages, parts, strategy), given_by(divided, stages, strategy)
     )

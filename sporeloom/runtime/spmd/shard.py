@@ -17,6 +17,7 @@ from sporeloom.parallel.report import Report
 from sporeloom.partition.axis_parts import PartedAxes, UndividedAxisError, sharded_further
 from sporeloom.partition.graph import Graph
 from sporeloom.partition.grid import MICROBATCHES, STAGES, DeviceGrid
+from sporeloom.partition.hints import summands
 from sporeloom.partition.layout import ValueLayout
 from sporeloom.partition.mindir import UnreadableGraphError, read_graph
 from sporeloom.partition.operation import Pin
@@ -71,11 +72,14 @@ class Decisions:
     """Whether weights are gathered anew for the forward and the backward pass."""
 
 
-def decide(cell: nn.Cell, mesh: Mesh, num_microbatches: int = 1) -> Decisions:
+def decide(
+    cell: nn.Cell, mesh: Mesh, num_microbatches: int = 1, shards_accumulated_gradients: bool = False
+) -> Decisions:
     """Derive decisions from the reports of the parallelized networks in `cell`.
 
     Args:
         num_microbatches: number of microbatches over which the batch is sharded as well (see `partition/microbatches.py`).
+        shards_accumulated_gradients: whether the gradients of each of these are reduce-scattered.
 
     Raises:
         ConfigError: rules or optimizer parallelism divide an axis incompatibly.
@@ -101,6 +105,8 @@ def decide(cell: nn.Cell, mesh: Mesh, num_microbatches: int = 1) -> Decisions:
         axes = PartedAxes({MICROBATCHES: num_microbatches, STAGES: mesh.pp, **degrees}, named)
     except UndividedAxisError as error:
         raise ConfigError(f"{mesh}: {error}") from None
+
+    axes.grid.scatters_first = shards_accumulated_gradients
 
     def resolved(layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
         return tuple(map(axes.layout, layouts))
@@ -193,8 +199,14 @@ def shard(
     decisions: Decisions,
     held: Sequence[ValueLayout] | None = None,
     gathers_outputs: bool = True,
+    scattered: Sequence[str] = (),
+    in_parts: bool = False,
 ) -> Sharded:
     """Shard one device's graph. Ranks receive full inputs, or inputs in the layouts `held`.
+
+    Args:
+        scattered: names of parameters, of which the outputs after the first are gradients, to be sharded like them.
+        in_parts: whether the summands of these are sharded so, because they are of several stages.
 
     Raises:
         ConfigError: it cannot be sharded by the strategy.
@@ -209,7 +221,19 @@ def shard(
         parts = dict(zip(graph.inputs, held, strict=True)) if held is not None else {}
         of_inputs = decisions.inputs or _by_row(graph, grid, decisions.takes_batch and held is None)
         inputs = dict(zip(graph.inputs, of_inputs, strict=True))
-        sharded = shard_graph(graph, grid, wanted, inputs, pinned, parts, gathers_outputs, reshards=decisions.reshards)
+        gradients = zip(graph.outputs[1:], scattered, strict=False)
+        like = {output: decided[name] for output, name in gradients if name in decided}
+        sharded = shard_graph(
+            graph,
+            grid,
+            wanted,
+            inputs,
+            pinned,
+            parts,
+            gathers_outputs,
+            reshards=decisions.reshards,
+            scattered=summands(graph, like) if in_parts else like,
+        )
     except MixedRowsError:
         raise
     except (UnreadableGraphError, PartitionError) as error:

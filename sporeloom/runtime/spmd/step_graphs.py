@@ -100,7 +100,9 @@ def cut_cell(model: mind_ir.ModelProto, cell: nn.Cell, strategy: Strategy, is_tr
     Raises:
         ConfigError: it cannot be sharded or partitioned by the strategy.
     """
-    sharded = shard(model, decide(cell, strategy.mesh), gathers_outputs=not is_training)
+    trained = [parameter.name for parameter in cell.step.trained] if strategy.shards_gradients and is_training else ()
+    decisions, has_stages = decide(cell, strategy.mesh), strategy.mesh.pp > 1
+    sharded = shard(model, decisions, gathers_outputs=not is_training, scattered=trained, in_parts=has_stages)
     parts: dict[str, int] = {}
     for _, report in reports_in(cell):
         parts |= report.parts
@@ -108,7 +110,7 @@ def cut_cell(model: mind_ir.ModelProto, cell: nn.Cell, strategy: Strategy, is_tr
     try:
         return Cut(
             sharded,
-            cut_into_stages(sharded.result.graph, parts, splits, sums_from, strategy.stage_of_part),
+            cut_into_stages(sharded.result.graph, parts, splits, sums_from, strategy.stage_of_part, is_training),
         )
     except PartitionError as error:
         raise ConfigError(f"engine spmd: {error}") from None

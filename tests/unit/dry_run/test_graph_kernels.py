@@ -11,7 +11,7 @@ from sporeloom.dry_run.time.simulate import COMPUTE
 from sporeloom.partition.graph import Graph, Node, TensorType
 from sporeloom.partition.grid import DeviceGrid
 from sporeloom.planner.cluster import Cluster, Efficiency
-from sporeloom.planner.step_time import MESSAGE_S
+from sporeloom.planner.rates import MESSAGE_S
 
 PERFECT = Efficiency(matmul=1, attention=1, memory=1, intra_node=1, inter_node=1, layer_overhead_us=16)
 CLUSTER = Cluster(

@@ -193,6 +193,10 @@ def test_sums_over_microbatches_come_first_and_alone():
     grid = DeviceGrid({MICROBATCHES: 2, "dp": 2})
     source = ValueLayout(((), ()), frozenset([MICROBATCHES, "dp"]))
     steps = redistribution(source, ValueLayout((("dp",), ())), grid)
-    assert [(step.kind, step.axes) for step in steps] == [("all_reduce", (MICROBATCHES,)), ("reduce_scatter", ("dp",))]
+    in_order = [("all_reduce", (MICROBATCHES,)), ("reduce_scatter", ("dp",))]
+    assert [(step.kind, step.axes) for step in steps] == in_order
+    sharded = DeviceGrid({MICROBATCHES: 2, "dp": 2}, scatters_first=True)  # as gradients that are added up in shards
+    steps = redistribution(source, ValueLayout((("dp",), ())), sharded)
+    assert [(step.kind, step.axes) for step in steps] == in_order[::-1]
     steps = redistribution(ValueLayout(((MICROBATCHES, "dp"), ())), ValueLayout(((), ())), grid)
     assert [(step.kind, step.axes) for step in steps] == [("all_gather", ("dp",)), ("all_gather", (MICROBATCHES,))]

@@ -67,7 +67,7 @@ def test_a_pipeline_does_not_gather_it_once_for_all_microbatches():
     parameters, inputs = {f"w{i}": BY_ROW for i in range(3)}, {"x": BY_ROW}
     for reshards, number in ((False, 3), (True, 0)):
         sharded = shard_graph(chain(), GRID, parameters, inputs, gathers_outputs=False, reshards=reshards)
-        assert len(of_parameters_alone(sharded.graph).gathered) == number
+        assert len(of_parameters_alone(sharded.graph).kept) == number
         marked = [node for node in sharded.graph.nodes if node.attributes.get(OF_THIS_PASS)]
         assert len(marked) == (6 if reshards else 0)
 

@@ -322,6 +322,22 @@ def test_weights_are_gathered_once_for_all_microbatches(written):
             assert not nodes
 
 
+@pytest.mark.parametrize(
+    ("keeps", "dtype", "expected"), [(True, "bfloat16", 2), (True, "float64", 0), (False, "bfloat16", 0)]
+)
+def test_weights_in_half_precision_are_cast_once_for_all_microbatches(keeps, dtype, expected):
+    builder, row, x, results = Builder(["w0", "w1"], {"x": ROW}), TensorType((3,), dtype), "x", []
+    for i in range(2):
+        cast = builder.put("Cast", builder.put("Load", f"w{i}", "u"), "u", type=row, cell=f"layers.{i}")
+        before, x = x, builder.put("Mul", x, cast, cell=f"layers.{i}")
+        results.append(builder.put("Mul", before, cast, of=x, backward=True))
+    builder.graph.outputs = [x, *results]
+    passes = cut_into_stages(builder.graph, {"layers.0": 0, "layers.1": 1}, False, 1, keeps_casts=keeps).passes
+    casts = {one: sum(node.kind == "Cast" for node in made.graph.nodes) for one, made in passes.items()}
+    assert sum(number for one, number in casts.items() if one.kind == "parameters") == expected
+    assert sum(number for one, number in casts.items() if one.kind != "parameters") == (0 if expected else 4)
+
+
 def test_what_the_next_part_wants_gathered_is_sent_as_it_is():
     builder = Builder([], {"x": ROW})
     y = builder.put("Square", "x", cell="layers.0")

@@ -22,8 +22,9 @@ from sporeloom.planner.memory import (
     stage_parameters,
 )
 from sporeloom.planner.parallelism import Parallelism, PartLayers
+from sporeloom.planner.rates import Rates, group_bandwidth
 from sporeloom.planner.search import describe, search
-from sporeloom.planner.step_time import flops_per_device, group_bandwidth, step_time
+from sporeloom.planner.step_time import flops_per_device, step_time
 from sporeloom.strategy.schedule import microbatches_held, passes
 
 GPT = {"vocab_size": 51200, "seq_len": 2048}
@@ -302,6 +303,38 @@ def test_graphs_leave_out_the_last_sum_of_a_layer_that_is_computed_again(block, 
     forward = time.tensor_parallel / 2  # as much goes backward
     spared = share * forward / (2 if sequence_parallel else 1)
     assert all_of_it.recompute - time.recompute == pytest.approx(spared, abs=1e-9)
+
+
+@pytest.mark.parametrize(("block", "products"), [("sequential", 1), ("parallel", 2), ("sandwich", 0)])
+def test_our_own_graphs_leave_out_the_last_product_too(block, products):
+    dims = dataclasses.replace(MODELS["22B"][0], block=block, ffn_hidden_size=6144)  # as wide as the queries
+    job = Parallelism(microbatch=2, num_microbatches=4, recompute="full")
+    theirs, ours = (step_time(dims, dataclasses.replace(job, own_graphs=own), A100) for own in (False, True))
+    spared = 4 * 48 * Rates(dims, job, A100).matmul(2 * 2048, 6144, 6144 * products) if products else 0
+    assert theirs.recompute - ours.recompute == pytest.approx(spared)
+    flops = [flops_per_device(dims, dataclasses.replace(job, own_graphs=own))[1] for own in (False, True)]
+    assert flops[0] - flops[1] == products * 2 * 8 * 2048 * 48 * 6144 * 6144
+
+
+def test_our_own_graphs_cast_and_add_up_in_each_microbatch():
+    """Weights are cast once (6 bytes), gradients cast back (6), added up (12), read for their norm (4) and clipped (8)."""
+    dims, (small, large) = MODELS["22B"][0], (Parallelism(tp=8, num_microbatches=n, own_graphs=True) for n in (1, 8))
+    (count,) = stage_parameters(dims, large)
+    rate = Rates(dims, large, A100).bytes
+    assert step_time(dims, large, A100).accumulation == pytest.approx((6 + 8 * (6 + 12)) * count / rate)
+    assert step_time(dims, small, A100).accumulation == pytest.approx((6 + 6) * count / rate)
+    theirs = dataclasses.replace(large, own_graphs=False)
+    assert step_time(dims, theirs, A100).accumulation == 0
+    passes = step_time(dims, large, A100).optimizer - step_time(dims, theirs, A100).optimizer
+    assert passes == pytest.approx((4 + 8) * count / rate)
+
+
+def test_our_own_graphs_hide_the_sums_of_gradients_only_where_one_graph_is_the_step():
+    dims, job = MODELS["22B"][0], Parallelism(dp=16, microbatch=4)
+    for microbatches, is_hidden in ((1, True), (8, False)):
+        job = dataclasses.replace(job, num_microbatches=microbatches)
+        theirs, ours = (step_time(dims, dataclasses.replace(job, own_graphs=own), A100) for own in (False, True))
+        assert (ours.gradients == theirs.gradients) == is_hidden and ours.gradients >= theirs.gradients
 
 
 def test_heads_that_do_not_fill_the_matrix_unit_are_slow():

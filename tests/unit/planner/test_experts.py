@@ -12,8 +12,9 @@ from sporeloom.planner.dimensions import of_decoder
 from sporeloom.planner.memory import expert_parameters, expert_shards, stage_parameters
 from sporeloom.planner.parallelism import Parallelism
 from sporeloom.planner.published_experts import describe_experts, is_of_experts, read_expert_rows
+from sporeloom.planner.rates import Rates, all_to_all
 from sporeloom.planner.search import PlanRequest, search
-from sporeloom.planner.step_time import Rates, all_to_all, step_time
+from sporeloom.planner.step_time import step_time
 from sporeloom.planner.validate import validate
 
 RUNS = "facts/published_moe_runs.csv"

@@ -48,7 +48,12 @@ PUBLISHED = [  # dimensions, cluster, devices, batch, published tp and pp
 @pytest.mark.parametrize(("dims", "cluster", "devices", "batch", "tp", "pp"), PUBLISHED)
 def test_published_choices_are_within_ten_percent_of_the_best(dims, cluster, devices, batch, tp, pp):
     request = PlanRequest(
-        dims=dims, cluster=cluster, devices=devices, global_batch_size=batch, interleave=cluster is A100
+        dims=dims,
+        cluster=cluster,
+        devices=devices,
+        global_batch_size=batch,
+        interleave=cluster is A100,
+        own_graphs=False,
     )
     options = [option for option in search(request) if option.fits]
     published = next(o for o in options if (o.job.tp, o.job.pp) == (tp, pp))
@@ -98,6 +103,28 @@ def test_a_planned_strategy_file_is_one_that_can_be_trained(request_13b, place, 
     assert (strategy.recompute.kind if strategy.recompute else "none") == job.recompute
 
 
+@pytest.mark.parametrize("zero", [2, 3])
+def test_gradients_of_microbatches_are_sharded_where_they_would_not_fit_whole(tmp_path, zero):
+    model = size_config("pangu", "13b")
+    dims, cluster = of_decoder(model), dataclasses.replace(Cluster.of_chip("ascend910b"), memory_gb=30)
+    request = PlanRequest(
+        dims=dims, cluster=cluster, devices=64, global_batch_size=256, reshard_after_forward=zero == 3
+    )
+    found = [
+        o for o in search(request) if o.fits and o.job.zero == zero and o.job.num_microbatches > 1 and o.job.pp > 1
+    ]
+    option = found[0]
+    less = dataclasses.replace(option.job, zero=zero - 1, **({"weight_bytes": 2} if zero == 3 else {}))
+    assert not evaluate(dims, less, cluster).fits
+    assert ("accumulated gradients sharded" if zero == 2 else "resharded after forward") in describe(option.job)
+    (tmp_path / "rules.yaml").write_text("layers: [layers.*]\n")
+    path = tmp_path / "plan.yaml"
+    path.write_text(strategy_file(request, option, "rules.yaml"))
+    again = job_of(load_strategy(path), dataclasses.replace(model, compute_dtype="bfloat16"), 256)
+    for name in ("zero", "weight_bytes", "shards", "recompute", "num_microbatches", "own_graphs"):
+        assert getattr(again, name) == getattr(option.job, name), name
+
+
 def test_weights_are_gathered_twice_where_they_would_not_fit_whole(tmp_path):
     """As PaLM's, on 6144 devices of 32 GB."""
     model = dataclasses.replace(size_config("palm", "540b"), vocab_size=258048)
@@ -110,7 +137,10 @@ def test_weights_are_gathered_twice_where_they_would_not_fit_whole(tmp_path):
         flash_attention=True,
         reshard_after_forward=True,
     )
-    option = next(o for o in search(request) if o.fits and (o.job.tp, o.job.pp, o.job.zero) == (12, 1, 3))
+    asked = (12, 1, 3, 1)
+    option = next(
+        o for o in search(request) if o.fits and (o.job.tp, o.job.pp, o.job.zero, o.job.num_microbatches) == asked
+    )
     assert all(o.job.zero < 3 for o in search(dataclasses.replace(request, reshard_after_forward=False)))
     once = dataclasses.replace(option.job, **optimizer_sharding(True, False, "bf16"))
     assert not evaluate(request.dims, once, cluster).fits

@@ -100,4 +100,5 @@ def test_plans_with_auxiliary_bytes_need_more_memory():
     same = {option.job: option.peak_bytes for option in plain}
     shared = [(option.peak_bytes, same[option.job]) for option in ppo if option.job in same]
     assert shared and all(more > less for more, less in shared)
-    assert sum(option.fits for option in ppo) < sum(option.fits for option in plain)
+    fitting, of_ppo = ({option.job for option in found if option.fits} for found in (plain, ppo))
+    assert fitting - of_ppo  # a job that has to recompute more, or to shard more

@@ -57,7 +57,9 @@ def describe(folder: Path, manifest: Manifest, with_tensors: bool) -> list[str]:
     counts += f", and {num_averages} averages of weights," if num_averages else ""
     model = {k: v for k, v in manifest.model.items() if k != "family"}
     degrees = " x ".join(
-        f"{axis.name} {degree}" for axis in ROWS if (degree := manifest.strategy.get(axis.name, 1)) != 1 or axis.is_shown
+        f"{axis.name} {degree}"
+        for axis in ROWS
+        if (degree := manifest.strategy.get(axis.name, 1)) != 1 or axis.is_shown
     )
     files = counted(len(manifest.files), "file", "files")
     used = "can be started from" if manifest.state.get(WEIGHTS_ALONE) else "resumes"

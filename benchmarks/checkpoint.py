@@ -16,10 +16,11 @@ import numpy as np
 from report import write_report
 
 from sporeloom.checkpoint.content_hash import content_hash
-from sporeloom.checkpoint.manifest import Manifest, Part, TensorEntry
+from sporeloom.checkpoint.manifest import Manifest, StoredSlice, TensorEntry
 from sporeloom.checkpoint.tensor_files import TensorDescription, write_tensor_by_tensor
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.parameters import parameter_shapes
+from sporeloom.strategy.tensor_slice import TensorSlice
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "checkpoint.md"
@@ -41,7 +42,9 @@ def make_checkpoint(folder: Path) -> int:
         for tensor, shape in shapes.items():
             array = rng.standard_normal(shape, np.float32)
             digest = f"{content_hash(array):016x}"
-            tensors[tensor] = TensorEntry(shape, "float32", digest, (Part(name, (0,) * len(shape), shape, digest),))
+            tensors[tensor] = TensorEntry(
+                shape, "float32", digest, (StoredSlice(name, TensorSlice.full(shape), digest),)
+            )
             yield array
 
     write_tensor_by_tensor(folder / name, {n: TensorDescription("float32", s) for n, s in shapes.items()}, arrays())

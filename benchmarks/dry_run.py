@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from report import write_report
+from strategy_names import family_and_size
 
 from sporeloom.dry_run.by_depth import reduced_depths
-from sporeloom.models.family import family_and_size, size_config
+from sporeloom.models.family import size_config
 from sporeloom.models.parameters import num_parameters
 from sporeloom.strategy.loader import load_strategy
 

@@ -12,7 +12,8 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 
 from sporeloom.models.config import ModelConfig
-from sporeloom.nn.moe import ExpertMLPs, MoE, Router
+from sporeloom.nn.moe import ExpertMLPs, MoE
+from sporeloom.nn.routing import Router
 
 TOKENS, WIDTHS, REPEATS = 512, ((512, 2048), (1024, 4096)), 15
 

@@ -22,8 +22,9 @@ import mindspore as ms
 import numpy as np
 from mindspore.nn.utils import no_init_parameters
 from report import ROOT, write_report
+from strategy_names import family_and_size
 
-from sporeloom.models.family import family_and_size, family_module, size_config
+from sporeloom.models.family import family_module, size_config
 from sporeloom.parallel.parallelize import parallelize
 from sporeloom.parallel.step import TrainStep
 from sporeloom.runtime.spmd.compile import compile_for_one_device

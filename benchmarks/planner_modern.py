@@ -11,7 +11,8 @@ import dataclasses
 
 from sporeloom.models.family import size_config
 from sporeloom.planner.cluster import Cluster
-from sporeloom.planner.dimensions import Dimensions, Parallelism, of_decoder
+from sporeloom.planner.dimensions import Dimensions, of_decoder
+from sporeloom.planner.parallelism import Parallelism
 from sporeloom.planner.step_time import flops_per_device, step_time
 
 TPU_V4 = {  # Google's documentation; 3072 chips of a pod on one torus

@@ -93,7 +93,11 @@ def strategy() -> str:
 
 
 def model_config() -> str:
-    found = classes(*(f"sporeloom/models/{name}.py" for name in ("config", "rope_scaling", "latent")))
+    found = classes(
+        "sporeloom/models/config.py",
+        "sporeloom/models/rope_scaling.py",
+        *(f"sporeloom/models/parts/{name}.py" for name in ("experts", "latent_attention")),
+    )
     shown = {
         "ModelConfig": "Fields of the model",
         "ExpertConfig": "Fields of `experts`",

@@ -6,7 +6,8 @@ import dataclasses
 import math
 from typing import Any
 
-from sporeloom.models.config import ExpertConfig, ModelConfig
+from sporeloom.models.config import ModelConfig
+from sporeloom.models.parts.experts import ExpertConfig
 
 OPEN_PANGU: dict[str, Any] = {
     "norm": "rms",

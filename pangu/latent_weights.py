@@ -12,8 +12,9 @@ from typing import Any
 
 from pangu.config import OPEN_PANGU
 from sporeloom.core.errors import ConfigError
-from sporeloom.models.config import ExpertConfig, ModelConfig, MTPInput
-from sporeloom.models.latent import LatentConfig
+from sporeloom.models.config import ModelConfig, MTPInput
+from sporeloom.models.parts.experts import ExpertConfig
+from sporeloom.models.parts.latent_attention import LatentConfig
 from sporeloom.models.published import (
     LAYER,
     MTP,

@@ -13,8 +13,8 @@ import math
 from typing import Any
 
 from sporeloom.core.errors import ConfigError
-from sporeloom.models.config import ExpertConfig, ModelConfig
-from sporeloom.models.streams import fields_of_layers
+from sporeloom.models.config import ModelConfig, fields_of_layers
+from sporeloom.models.parts.experts import ExpertConfig
 from sporeloom.planner.task import TrainedTask
 from sporeloom.strategy.config import V_SHAPED, OptimizerParallel, Pipeline, Recompute, Stages, Strategy
 from sporeloom.strategy.mesh import Mesh
@@ -68,7 +68,7 @@ def small_strategies(strategy: Strategy, num_layers: int | None, processes: int)
             "mesh, which a certificate does not train; certify with a named schedule, and dry-run with this one"
         )
     meshes, zero, mesh = small_meshes(strategy.mesh, processes), strategy.optimizer_parallel, strategy.mesh
-    grouped = zero and zero.shard_size and zero.shard_size < mesh.dp * mesh.cp
+    grouped = zero and zero.shard_size and zero.shard_size < mesh.replicas
     if grouped and processes >= 4 and Mesh(dp=4) not in meshes:
         meshes.append(Mesh(dp=4))
     if 1 < mesh.ep < mesh.dp and processes >= 4 and not any(1 < small.ep < small.dp for small in meshes):
@@ -91,10 +91,9 @@ def _small(strategy: Strategy, mesh: Mesh, num_layers: int | None) -> Strategy:
     if recompute:
         some = num_layers is not None and _recomputes_some(strategy, num_layers)
         recompute = Recompute(kind=recompute.kind, layers=[0] if some else "all")
-    zero = strategy.optimizer_parallel if mesh.dp * mesh.cp > 1 else None
+    zero = strategy.optimizer_parallel if mesh.replicas > 1 else None
     if zero:
-        replicas = strategy.mesh.dp * strategy.mesh.cp
-        grouped = zero.shard_size and zero.shard_size < replicas and mesh.dp * mesh.cp > 2
+        grouped = zero.shard_size and zero.shard_size < strategy.mesh.replicas and mesh.replicas > 2
         # Between the scaled-down model's matrices, of 4 KB and more a rank, and its vectors.
         threshold = 1 if zero.threshold_kb else 0
         zero = OptimizerParallel(
@@ -142,7 +141,7 @@ def small_model(model: ModelConfig, strategy: Strategy, processes: int) -> Model
     float32: in 16 bits equality within 1e-5 cannot be shown."""
     meshes = small_meshes(strategy.mesh, processes)
     num_stages = max(mesh.pp for mesh in meshes)
-    heads = max(4, *(mesh.tp * mesh.cp for mesh in meshes))
+    heads = max(4, *(mesh.head_shards for mesh in meshes))
     if strategy.mesh.cp > 1 and strategy.context_parallel == "ulysses" and model.kv_heads < model.num_heads:
         heads *= 2  # half as many are of keys and values, which cp shards, too
     return dataclasses.replace(

@@ -10,6 +10,7 @@ import numpy as np
 
 from sporeloom.checkpoint.manifest import Manifest
 from sporeloom.checkpoint.sharded import CheckpointReader
+from sporeloom.strategy.tensor_slice import TensorSlice
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,8 @@ def compare(first: Path, manifest: Manifest, second: Path, other: Manifest) -> l
         elif (a.shape, a.dtype) != (b.shape, b.dtype):
             found.append(Difference(name, problem=f"{a.dtype} {a.shape} against {b.dtype} {b.shape}"))
         elif a.hash != b.hash:
-            whole = tuple(slice(0, length) for length in a.shape)
-            x, y = (reader.read(name, whole) for reader in readers)
+            full = TensorSlice.full(a.shape)
+            x, y = (reader.read(name, full) for reader in readers)
             gap = np.abs(x.astype(np.float64) - y.astype(np.float64))
             found.append(Difference(name, int((x != y).sum()), float(gap.max())))
     return found

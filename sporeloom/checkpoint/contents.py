@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from sporeloom.checkpoint.manifest import MANIFEST, Manifest
+from sporeloom.core.document import Document
 from sporeloom.core.errors import ConfigError
-from sporeloom.core.reader import Document, fields_from, is_a
+from sporeloom.core.reader import fields_from, is_a
 from sporeloom.models.adapters import LoRAConfig
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import FAMILIES

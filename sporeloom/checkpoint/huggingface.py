@@ -21,11 +21,11 @@ from sporeloom.checkpoint.published_folder import (
     BESIDE,
     PublishedFolder,
     is_published_folder,
-    read_slices,
+    read_slice,
 )
 from sporeloom.checkpoint.published_folder import open_published as open_published  # together with what converts it
 from sporeloom.checkpoint.reshard import new_folder
-from sporeloom.checkpoint.shards import Shard, write_shards
+from sporeloom.checkpoint.shards import Destinations, write_shards
 from sporeloom.checkpoint.tensor_files import (
     StoredTensor,
     TensorDescription,
@@ -46,9 +46,7 @@ Dtype = Literal["float32", "bfloat16"]
 SHARD_BYTES = 5_000_000_000
 
 
-def import_shards(
-    source: PublishedFolder, target: Path, shards: Mapping[str, Sequence[Shard]], strategy: Mapping[str, Any]
-) -> int:
+def import_shards(source: PublishedFolder, target: Path, shards: Destinations, strategy: Mapping[str, Any]) -> int:
     """Write a published folder as a checkpoint of weights alone, each tensor in the shards of `shards`, float32,
     some rows at a time. Returns the bytes.
 
@@ -58,7 +56,7 @@ def import_shards(
     rows = source.rows()
     described = {name: TensorDescription("float32", shape) for name, shape in source.shapes.items()}
     with new_folder(target) as partial:
-        tensors, files = write_shards(partial, described, shards, lambda name, slices: read_slices(rows[name], slices))
+        tensors, files = write_shards(partial, described, shards, lambda name, part: read_slice(rows[name], part))
         model = {"family": source.family, **source.model.to_dict()}
         versions = {"sporeloom": __version__, "numpy": np.__version__}
         manifest = Manifest(0, tensors, files, {WEIGHTS_ALONE: True}, model, dict(strategy), versions)

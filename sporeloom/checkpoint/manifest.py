@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from sporeloom.core.files import recover_folder, write_text_atomically
 from sporeloom.core.hashes import TENSORS, check_hashes
 from sporeloom.core.json_text import json_text
 from sporeloom.core.reader import read_json
+from sporeloom.strategy.layout import Shape
+from sporeloom.strategy.tensor_slice import TensorSlice
 
 FORMAT, VERSION = "sporeloom-checkpoint", 1
 MANIFEST, LATEST = "manifest.json", "latest"
@@ -34,22 +36,18 @@ MAX_DIMS, MAX_PARTS, ROWS = 8, 1 << 14, 256
 """Maximum number of dims of a tensor, as in MindSpore; of parts of one; and of those that are compared with all
 others at once."""
 
-Shape = tuple[int, ...]
-
 
 @dataclass(frozen=True)
-class Part:
+class StoredSlice:
     """A slice of a tensor, as one file holds it under the tensor's name."""
 
     file: str
-    start: Shape
-    shape: Shape
+    bounds: TensorSlice
     hash: str
     """Its contribution to the tensor's hash, 16 hexadecimal digits."""
 
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        return tuple(slice(start, start + length) for start, length in zip(self.start, self.shape, strict=True))
+    def to_dict(self) -> dict[str, Any]:
+        return {"file": self.file, "start": self.bounds.start, "shape": self.bounds.shape, "hash": self.hash}
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,11 @@ class TensorEntry:
     """NumPy's name of the type."""
     hash: str
     """Hash of the full content, however it is sharded: see content_hash.py."""
-    parts: tuple[Part, ...]
+    parts: tuple[StoredSlice, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        parts = [part.to_dict() for part in self.parts]
+        return {"shape": self.shape, "dtype": self.dtype, "hash": self.hash, "parts": parts}
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,8 @@ class Manifest:
         return sum(self.files.values())
 
     def write(self, folder: Path) -> None:
-        values = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        values = {"format": FORMAT, "version": VERSION, **{f.name: getattr(self, f.name) for f in fields(self)}}
+        values["tensors"] = {name: entry.to_dict() for name, entry in self.tensors.items()}
         write_text_atomically(folder / MANIFEST, json_text(values, indent=1, ensure_ascii=False) + "\n")
 
 
@@ -172,7 +175,7 @@ def _entry(name: str, values: Any, files: Mapping[str, int]) -> TensorEntry:
         _expect(
             isinstance(part["file"], str) and part["file"] in files, f"{name}: {part['file']!r} is not among the files"
         )
-        parts.append(Part(part["file"], start, length, _hash(part["hash"], name)))
+        parts.append(StoredSlice(part["file"], TensorSlice(start, length), _hash(part["hash"], name)))
     return TensorEntry(shape, values["dtype"], _hash(values["hash"], name), tuple(parts))
 
 
@@ -205,7 +208,7 @@ def _problems(manifest: Manifest, folder: Path) -> Iterator[str]:
         elif path.stat().st_size != size:
             yield f"{path}: {path.stat().st_size} bytes, the manifest says {size}; it was cut off or overwritten"
     for name, entry in manifest.tensors.items():
-        covered = sum(math.prod(part.shape) for part in entry.parts)
+        covered = sum(part.bounds.num_entries for part in entry.parts)
         if covered != math.prod(entry.shape):
             yield f"{folder / MANIFEST}: {name}: the parts hold {covered} of its {math.prod(entry.shape)} entries"
         elif _overlap(entry):
@@ -216,9 +219,9 @@ def _problems(manifest: Manifest, folder: Path) -> Iterator[str]:
 
 def _overlap(entry: TensorEntry) -> bool:
     """Whether two parts have a common entry: each is compared with each, some at a time."""
-    parts = [part for part in entry.parts if math.prod(part.shape)]
+    parts = [part.bounds for part in entry.parts if part.bounds.num_entries]
     starts = np.array([part.start for part in parts], np.int64).reshape(len(parts), len(entry.shape))
-    stops = starts + np.array([part.shape for part in parts], np.int64).reshape(starts.shape)
+    stops = np.array([part.stop for part in parts], np.int64).reshape(starts.shape)
     for first in range(0, len(parts), ROWS):
         rows = slice(first, first + ROWS)
         meet = (starts[rows, None] < stops) & (starts < stops[rows, None])

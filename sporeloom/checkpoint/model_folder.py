@@ -26,10 +26,9 @@ from sporeloom.checkpoint.published_folder import (
     is_published_folder,
     open_published,
     published_config,
-    read_slices,
+    read_slice,
 )
 from sporeloom.checkpoint.sharded import CheckpointReader, damage
-from sporeloom.checkpoint.shards import Slices, whole
 from sporeloom.checkpoint.tensor_files import (
     WEIGHTS,
     TensorDescription,
@@ -48,7 +47,8 @@ from sporeloom.models.adapters import ADAPTER_CONFIG, base_folder, is_adapter_fo
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.config_file import CONFIG, is_published_config
 from sporeloom.models.family import FAMILIES
-from sporeloom.models.parameters import EXPERTS
+from sporeloom.models.parts.experts import STACKED
+from sporeloom.strategy.tensor_slice import TensorSlice
 
 TENSOR_FILES = (".safetensors", ".safetensors.index.json")
 
@@ -135,7 +135,7 @@ def copy_beside(source: Path, target: Path, but: Collection[str] = (CONFIG,)) ->
             shutil.copy(path, target)
 
 
-Read = Callable[[str, Slices], NDArray[Any]]
+Read = Callable[[str, TensorSlice], NDArray[Any]]
 """Function that reads a slice of a tensor."""
 
 
@@ -164,7 +164,7 @@ def open_weights(folder: Path) -> FolderWeights:
         base = base_folder(folder)
         merged = merge(load_weights(base), read_adapter(folder, *load_config(base)))
         return FolderWeights(
-            {name: value.shape for name, value in merged.items()}, lambda name, slices: merged[name][slices]
+            {name: value.shape for name, value in merged.items()}, lambda name, part: merged[name][part.slices]
         )
     if (folder / MANIFEST).exists():
         return _weights_of_state(folder)
@@ -172,10 +172,10 @@ def open_weights(folder: Path) -> FolderWeights:
         return _published_weights(folder)
     stored = stored_tensors(model_files(folder))
 
-    def read(name: str, slices: Slices) -> NDArray[Any]:
-        if slices == whole(stored[name].shape):
+    def read(name: str, part: TensorSlice) -> NDArray[Any]:
+        if part == TensorSlice.full(stored[name].shape):
             return read_float32(stored[name])  # without a copy
-        rows = read_rows(stored[name], slices[0].start, slices[0].stop, "float32", slices[1:])
+        rows = read_rows(stored[name], part.start[0], part.stop[0], "float32", part.slices[1:])
         return np.concatenate(list(rows))
 
     shapes = {name: tensor.shape for name, tensor in stored.items()}
@@ -187,8 +187,8 @@ def _published_weights(folder: Path) -> FolderWeights:
     source = open_published(folder)
     rows = source.rows()
 
-    def read(name: str, slices: Slices) -> NDArray[Any]:
-        return np.concatenate(list(read_slices(rows[name], slices)))
+    def read(name: str, part: TensorSlice) -> NDArray[Any]:
+        return np.concatenate(list(read_slice(rows[name], part)))
 
     return FolderWeights(source.shapes, read)  # `open_published` has compared the contents with their hashes
 
@@ -219,7 +219,7 @@ def load_weights(folder: Path) -> dict[str, NDArray[Any]]:
     weights = open_weights(folder)
     if problem := weights.damage(slice(None)):
         raise ConfigError(problem)
-    return {name: weights.read(name, whole(shape)) for name, shape in weights.shapes.items()}
+    return {name: weights.read(name, TensorSlice.full(shape)) for name, shape in weights.shapes.items()}
 
 
 def check_weights(weights: Mapping[str, NDArray[Any]], shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
@@ -234,7 +234,7 @@ def check_weights(weights: Mapping[str, NDArray[Any]], shapes: Mapping[str, tupl
 
 def check_shapes(found: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
     """Like `check_weights`, for tensors that were not read yet."""
-    if any(EXPERTS in name for name in shapes) and not any(EXPERTS in name for name in found):
+    if any(STACKED in name for name in shapes) and not any(STACKED in name for name in found):
         raise ConfigError(
             f"{source}: the model has experts, but this checkpoint has none: convert it with sporeloom upcycle "
             f"--checkpoint {source}"

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from sporeloom.checkpoint.finite import FLOAT32_MAX
+from sporeloom.core.document import Document
 from sporeloom.core.errors import ConfigError, Problems
 from sporeloom.core.numbers import is_finite
 from sporeloom.core.patterns import Found, Pattern, match_patterns
-from sporeloom.core.reader import Document, fields_from
+from sporeloom.core.reader import fields_from
 from sporeloom.models.adapters import LoRAConfig
 
 PLAIN_FIELDS = ("r", "lora_alpha", "lora_dropout", "use_rslora")

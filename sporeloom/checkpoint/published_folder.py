@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sporeloom.checkpoint.generation_config import GENERATION_CONFIG, end_tokens, with_end_tokens
-from sporeloom.checkpoint.shards import Slices
 from sporeloom.checkpoint.tensor_files import StoredTensor, model_files, read_rows, stored_tensors
 from sporeloom.checkpoint.tensor_hashes import tensor_damage
 from sporeloom.core.errors import ConfigError
@@ -27,6 +26,7 @@ from sporeloom.models.config import ModelConfig
 from sporeloom.models.config_file import CONFIG, PublishedModel, is_published_config, read_published_config
 from sporeloom.models.parameters import parameter_shapes
 from sporeloom.models.published import PublishedFormat
+from sporeloom.strategy.tensor_slice import TensorSlice
 
 BESIDE = (
     "tokenizer.model",
@@ -189,9 +189,9 @@ def _are_equal(first: StoredTensor, second: StoredTensor) -> bool:
     return first.shape == second.shape and all(np.array_equal(*pair) for pair in rows)
 
 
-def read_slices(rows: Sequence[Rows], slices: Slices) -> Iterator[NDArray[Any]]:
+def read_slice(rows: Sequence[Rows], part: TensorSlice) -> Iterator[NDArray[Any]]:
     """Read a slice of a parameter from the rows of tensors that it consists of, float32, some rows at a time."""
-    wanted, *rest = slices
+    wanted, *rest = part.slices
     first = 0
     for tensor, start, stop in rows:
         low, high = max(wanted.start, first), min(wanted.stop, first + stop - start)

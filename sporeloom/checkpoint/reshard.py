@@ -17,11 +17,12 @@ from sporeloom.checkpoint.contents import AVERAGES, BESIDE_WEIGHTS, model_of
 from sporeloom.checkpoint.manifest import MANIFEST, Manifest, TensorEntry, checkpoints, read_manifest
 from sporeloom.checkpoint.model_folder import copy_beside, load_config, load_weights, write_config
 from sporeloom.checkpoint.sharded import CheckpointReader
-from sporeloom.checkpoint.shards import Shard, whole, write_shards
+from sporeloom.checkpoint.shards import Destinations, write_shards
 from sporeloom.checkpoint.tensor_files import TensorDescription, write_model_files
 from sporeloom.checkpoint.tensor_hashes import seal
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.files import flush_all, partial_name
+from sporeloom.strategy.tensor_slice import TensorSlice
 
 
 def find_checkpoint(folder: Path) -> Path:
@@ -37,7 +38,7 @@ def find_checkpoint(folder: Path) -> Path:
     raise ConfigError(f"{folder}: contains neither {MANIFEST} nor folders step-*; give a training checkpoint")
 
 
-def reshard(source: Path, target: Path, shards: Mapping[str, Sequence[Shard]], strategy: Mapping[str, Any]) -> Manifest:
+def reshard(source: Path, target: Path, shards: Destinations, strategy: Mapping[str, Any]) -> Manifest:
     """Write the checkpoint `source` as `target`, each tensor in the shards of `shards`.
 
     Raises:
@@ -136,7 +137,7 @@ def new_folder(target: Path) -> Iterator[Path]:
 def _read_and_check(reader: CheckpointReader, names: Sequence[str]) -> Iterator[NDArray[Any]]:
     for name in names:
         entry = reader.manifest.tensors[name]
-        array = reader.read(name, whole(entry.shape))
+        array = reader.read(name, TensorSlice.full(entry.shape))
         if f"{content_hash(array):016x}" != entry.hash:
             raise ConfigError(_damaged(reader.folder, name, entry))
         yield array

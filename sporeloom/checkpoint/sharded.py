@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,46 +16,48 @@ from numpy.typing import NDArray
 
 from sporeloom.checkpoint.content_hash import MASK, content_hash
 from sporeloom.checkpoint.finite import is_finite
-from sporeloom.checkpoint.manifest import FOLDER, LATEST, Manifest, Part, TensorEntry, checkpoints
+from sporeloom.checkpoint.manifest import FOLDER, LATEST, Manifest, StoredSlice, TensorEntry, checkpoints
 from sporeloom.checkpoint.tensor_files import TensorDescription, not_finite_tensors, write_tensor_by_tensor
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.files import flush, remove, remove_folder, replace_folder, write_text_atomically
 from sporeloom.core.hashes import write_hashes
 from sporeloom.core.lines import first_line
 from sporeloom.core.reader import read_json
+from sporeloom.strategy.tensor_slice import TensorSlice
 
 WAIT_S = 1800.0
 MAPPED_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class Slice:
-    """A slice of a tensor, in memory."""
+class LocalTensor:
+    """This rank's slice of a tensor, in memory."""
 
     array: NDArray[Any]
     start: tuple[int, ...]
-    whole: tuple[int, ...]
-    """Shape of the full tensor."""
+    global_shape: tuple[int, ...]
+
+    @property
+    def bounds(self) -> TensorSlice:
+        return TensorSlice(self.start, tuple(self.array.shape))
 
 
 def file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def write_parts(folder: Path, rank: int, slices: Mapping[str, Slice]) -> None:
+def write_parts(folder: Path, rank: int, slices: Mapping[str, LocalTensor]) -> None:
     """Write this rank's slices, then an index, which marks them as complete."""
     folder.mkdir(parents=True, exist_ok=True)
     name = file_name(rank)
     entries: dict[str, Any] = {}
     if slices:
-        described = {
-            key: TensorDescription(part.array.dtype.name, tuple(part.array.shape)) for key, part in slices.items()
-        }
+        described = {key: TensorDescription(part.array.dtype.name, part.bounds.shape) for key, part in slices.items()}
         write_tensor_by_tensor(folder / name, described, (part.array for part in slices.values()))
     for key, part in slices.items():
         digest = f"{content_hash(part.array, part.start):016x}"
-        entry = Part(name, part.start, tuple(part.array.shape), digest)
-        entries[key] = {"whole": part.whole, "dtype": part.array.dtype.name, "part": asdict(entry)}
+        entry = StoredSlice(name, part.bounds, digest)
+        entries[key] = {"whole": part.global_shape, "dtype": part.array.dtype.name, "part": entry.to_dict()}
     write_text_atomically(folder / f"rank-{rank:05d}.json", json.dumps(entries))
 
 
@@ -92,9 +94,9 @@ def _join(entries: Iterable[Mapping[str, Any]]) -> dict[str, TensorEntry]:
     for of_rank in entries:
         for name, value in of_rank.items():
             old = tensors.get(name) or TensorEntry(tuple(value["whole"]), value["dtype"], "0", ())
-            part = Part(
-                **{**value["part"], "start": tuple(value["part"]["start"]), "shape": tuple(value["part"]["shape"])}
-            )
+            written = value["part"]
+            bounds = TensorSlice(tuple(written["start"]), tuple(written["shape"]))
+            part = StoredSlice(written["file"], bounds, written["hash"])
             digest = f"{(int(old.hash, 16) + int(part.hash, 16)) & MASK:016x}"
             tensors[name] = TensorEntry(old.shape, old.dtype, digest, (*old.parts, part))
     return dict(sorted(tensors.items()))
@@ -124,7 +126,7 @@ class CheckpointReader:
         self._files: dict[str, Any] = {}
         self._bytes_mapped = 0
 
-    def read(self, name: str, slices: Sequence[slice]) -> NDArray[Any]:
+    def read(self, name: str, wanted: TensorSlice) -> NDArray[Any]:
         """Read one slice of a tensor from all files that hold parts of it.
 
         Raises:
@@ -132,33 +134,27 @@ class CheckpointReader:
         """
         entry = self.manifest.tensors[name]
         for part in entry.parts:  # a file that has all of it needs no copy
-            if all(p.start <= s.start and s.stop <= p.stop for p, s in zip(part.slices, slices, strict=True)):
-                inside = [slice(s.start - p, s.stop - p) for p, s in zip(part.start, slices, strict=True)]
-                return self._slice(part, name, tuple(inside))
-        result = np.empty([s.stop - s.start for s in slices], entry.dtype)
+            if part.bounds.overlap(wanted) == wanted:
+                return self._read(part, name, wanted.within(part.bounds))
+        result = np.empty(wanted.shape, entry.dtype)
         for part in entry.parts:
-            common = [
-                slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(slices, part.slices, strict=True)
-            ]
-            if all(c.start < c.stop for c in common):
-                of_part = tuple(slice(c.start - s, c.stop - s) for c, s in zip(common, part.start, strict=True))
-                of_result = tuple(
-                    slice(c.start - s.start, c.stop - s.start) for c, s in zip(common, slices, strict=True)
-                )
-                result[of_result] = self._slice(part, name, of_part)
+            if common := part.bounds.overlap(wanted):
+                result[common.within(wanted).slices] = self._read(part, name, common.within(part.bounds))
         return result
 
-    def verify(self, part: Part, name: str) -> str | None:
+    def verify(self, part: StoredSlice, name: str) -> str | None:
         """Check the content of a part; returns the problem or None."""
+        bounds = part.bounds
         try:
-            array = self._slice(part, name, tuple(slice(0, length) for length in part.shape))
+            array = self._read(part, name, TensorSlice.full(bounds.shape))
         except ConfigError as error:
             return error.problems[0]
-        if tuple(array.shape) != part.shape or f"{content_hash(array, part.start):016x}" != part.hash:
+        if tuple(array.shape) != bounds.shape or f"{content_hash(array, bounds.start):016x}" != part.hash:
             return f"{self.folder / part.file}: {name}: the content is not what was written (its hash differs)"
         return None
 
-    def _slice(self, part: Part, name: str, slices: tuple[slice, ...]) -> NDArray[Any]:
+    def _read(self, part: StoredSlice, name: str, inside: TensorSlice) -> NDArray[Any]:
+        """Read a slice of what a file holds of a tensor, counted from where that begins."""
         path = self.folder / part.file
         if self._bytes_mapped > MAPPED_BYTES:  # pages once read count as this process's memory while a file is open
             self._files.clear()
@@ -167,7 +163,10 @@ class CheckpointReader:
             if part.file not in self._files:
                 self._files[part.file] = safetensors.safe_open(path, framework="numpy")
             file = self._files[part.file]
-            array: NDArray[Any] = file.get_slice(name)[slices] if slices else np.asarray(file.get_tensor(name))
+            is_scalar = not inside.shape
+            array: NDArray[Any] = (
+                np.asarray(file.get_tensor(name)) if is_scalar else file.get_slice(name)[inside.slices]
+            )
             self._bytes_mapped += array.nbytes
         except (safetensors.SafetensorError, OSError, ValueError) as error:
             raise ConfigError(f"{path}: {name} cannot be read: {first_line(error)}") from None

@@ -19,9 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sporeloom.checkpoint.finite import describe, is_finite, narrow, not_finite
+from sporeloom.core.document import Document
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.files import open_regular
-from sporeloom.core.reader import Document, parse_json, read_json
+from sporeloom.core.reader import parse_json, read_json
 from sporeloom.models.adapters import ADAPTER_CONFIG
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

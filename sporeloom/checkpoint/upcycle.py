@@ -30,7 +30,7 @@ from sporeloom.checkpoint.model_folder import Read, check_shapes, copy_beside, l
 from sporeloom.checkpoint.published_folder import is_published_folder
 from sporeloom.checkpoint.reshard import find_checkpoint, new_folder
 from sporeloom.checkpoint.sharded import CheckpointReader, damage, file_name
-from sporeloom.checkpoint.shards import Rows, whole, write_shards
+from sporeloom.checkpoint.shards import Rows, write_shards
 from sporeloom.checkpoint.tensor_files import (
     CHUNK_NUMBERS,
     TensorDescription,
@@ -41,9 +41,11 @@ from sporeloom.checkpoint.tensor_files import (
 )
 from sporeloom.checkpoint.tensor_hashes import tensor_damage
 from sporeloom.core.errors import ConfigError
-from sporeloom.models.config import ExpertConfig, ModelConfig
+from sporeloom.models.config import ModelConfig
 from sporeloom.models.config_file import CONFIG
-from sporeloom.models.parameters import EXPERTS, parameter_shapes
+from sporeloom.models.parameters import parameter_shapes
+from sporeloom.models.parts.experts import STACKED, ExpertConfig
+from sporeloom.strategy.tensor_slice import TensorSlice
 
 SHARD_BYTES = 5_000_000_000
 
@@ -67,11 +69,11 @@ class DenseCheckpoint:
             return read_rows(tensor, 0, tensor.shape[0], "float32")
         shape = self.shapes[name] if self.manifest is None else self.manifest.tensors[name].shape
         step = max(1, CHUNK_NUMBERS // max(1, int(np.prod(shape[1:]))))
-        rest = tuple(slice(0, length) for length in shape[1:])
         starts = range(0, shape[0], step)
         read = CheckpointReader(self.folder, self.manifest).read if self.manifest else self.published
         assert read
-        return (read(name, (slice(i, min(i + step, shape[0])), *rest)) for i in starts)
+        none, rest = (0,) * len(shape[1:]), tuple(shape[1:])
+        return (read(name, TensorSlice((i, *none), (min(step, shape[0] - i), *rest))) for i in starts)
 
     @cached_property
     def stored(self) -> dict[str, Any]:
@@ -124,7 +126,7 @@ class UpcycleJob:
     def rows(self, name: str) -> Rows:
         """A tensor of the new model, or of its optimizer's state, some rows at a time."""
         prefix = next((moment for moment in MOMENTS if name.startswith(moment)), "")
-        if EXPERTS in name:
+        if STACKED in name:
             return self._copies(name, noise=0.0 if prefix else self.noise)
         if name.removeprefix(prefix) in self.dense.shapes:
             return self.dense.rows(name)
@@ -132,7 +134,7 @@ class UpcycleJob:
 
     def _copies(self, name: str, noise: float) -> Rows:
         """The dense matrix or bias once for each expert."""
-        matrix = np.concatenate(list(self.dense.rows(name.replace(EXPERTS, ".mlp."))))
+        matrix = np.concatenate(list(self.dense.rows(name.replace(STACKED, ".mlp."))))
         matrix = matrix.reshape(1, *((1, -1) if matrix.ndim == 1 else matrix.shape))
         for expert in range(self.model.mixture.num_experts):
             copy = matrix
@@ -207,7 +209,7 @@ def write_checkpoint(job: UpcycleJob, target: Path) -> int:
         tensors, files = write_shards(
             partial_folder,
             {name: TensorDescription("float32", shape) for name, shape in shapes.items()},
-            {name: [(file_name(0), whole(shape))] for name, shape in shapes.items()},
+            {name: [(file_name(0), TensorSlice.full(shape))] for name, shape in shapes.items()},
             lambda name, _: job.rows(name),
         )
         new = dataclasses.replace(

@@ -29,6 +29,7 @@ from sporeloom.core.log import counted, print_report
 from sporeloom.core.shipped import shipped_names
 from sporeloom.data.token_file import TOKENS
 from sporeloom.models.parameters import num_parameters
+from sporeloom.strategy.axes import ROWS
 from sporeloom.strategy.checks import model_problems
 from sporeloom.strategy.loader import load_strategy
 
@@ -55,7 +56,11 @@ def describe(folder: Path, manifest: Manifest, with_tensors: bool) -> list[str]:
     counts = f"{len(weights)} weights and {len(manifest.tensors) - len(weights) - num_averages} moments"
     counts += f", and {num_averages} averages of weights," if num_averages else ""
     model = {k: v for k, v in manifest.model.items() if k != "family"}
-    degrees = " x ".join(f"{axis} {manifest.strategy.get(axis, 1)}" for axis in ("pp", "dp", "tp"))
+    degrees = " x ".join(
+        f"{axis.name} {degree}"
+        for axis in ROWS
+        if (degree := manifest.strategy.get(axis.name, 1)) != 1 or axis.is_shown
+    )
     files = counted(len(manifest.files), "file", "files")
     used = "can be started from" if manifest.state.get(WEIGHTS_ALONE) else "resumes"
     lines = [

@@ -30,11 +30,12 @@ from sporeloom.checkpoint.huggingface import (
 from sporeloom.checkpoint.model_folder import check_weights, load_config, save_checkpoint
 from sporeloom.checkpoint.published_folder import PublishedFolder, open_published
 from sporeloom.core.command_line import Overwrite, argument, option, output_argument, parse_args
+from sporeloom.core.document import Document
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.log import counted
 from sporeloom.core.numbers import as_flag
 from sporeloom.core.outputs import replacing
-from sporeloom.core.reader import Document, fields_from, read_json
+from sporeloom.core.reader import fields_from, read_json
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import family_module, size_config
 from sporeloom.models.parameters import num_parameters, parameter_shapes

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from sporeloom.core.command_line import Overwrite, argument, option, output, parse_args
+from sporeloom.core.document import read_text
 from sporeloom.core.errors import ConfigError, Problems, did_you_mean
 from sporeloom.core.files import write_text_atomically
 from sporeloom.core.numbers import Bounds, Count, number_problems
-from sporeloom.core.reader import read_text
 from sporeloom.strategy.config import Strategy
 from sporeloom.strategy.launching import ADDRESS, DEVICES_PER_SERVER, LOGS, NUMBER, PORT, msrun_line
 from sporeloom.strategy.loader import load_strategy

@@ -20,8 +20,8 @@ from sporeloom.core.command_line import Overwrite, check_numbers, option, output
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.numbers import Count, Natural, NotNegative, Positive, Seed
 from sporeloom.core.outputs import replacing
-from sporeloom.models.config import ExpertConfig
 from sporeloom.models.parameters import num_parameters
+from sporeloom.models.parts.experts import ExpertConfig
 
 MAX_DIFFERENCE = 1e-5
 

@@ -9,7 +9,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from sporeloom.core.errors import ConfigError
 
@@ -150,3 +150,9 @@ def without_infinity(values: Any) -> Any:
     if isinstance(values, (list, tuple)):
         return [without_infinity(value) for value in values]
     return str(values) if isinstance(values, float) and not math.isfinite(values) else values
+
+
+def choice_problems(config: Any, prefix: str = "") -> Iterator[str]:
+    for name, hint in annotated_types(type(config)).items():
+        if get_origin(hint) is Literal and getattr(config, name) not in get_args(hint):
+            yield f"{prefix}{name} must be one of {', '.join(get_args(hint))}, got {getattr(config, name)!r}"

@@ -8,89 +8,22 @@ YAML 1.1's surprises are not followed: 1e-5 is a number; 12:30 and dates are tex
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
 import re
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
-import yaml
-
+from sporeloom.core.document import Document, Keys, kind_of, read_text, shortened, show_key, shown_key
 from sporeloom.core.errors import ConfigError, did_you_mean
-from sporeloom.core.files import read_bytes
-from sporeloom.core.lines import first_line
 from sporeloom.core.numbers import number_problem
+from sporeloom.core.yaml_text import YamlReader
 
 T = TypeVar("T")
-Keys = tuple[str | int, ...]
-MAX_DEPTH, MAX_VALUES, MAX_BYTES, LONGEST = 64, 100_000, 256 << 20, 100
-_KINDS_OF_TAG = {"null": "nothing", "bool": "true or false", "int": "a whole number", "float": "a number"}
-LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the same in C, where PyYAML was built with it
-_TAG = "tag:yaml.org,2002:"
-_EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
-_QUOTED_NAME = re.compile(r"\b(alias|anchor|handle|directive|tag) (?:'[^']*'|\"[^\"]*\")")
-_NAME = re.compile(r"[\w.,*|?/ -]+")
 _JSON_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+')
-
-
-def show_key(keys: Keys) -> str:
-    """`pipeline.stages[2]`"""
-    return "".join(f"[{k}]" if isinstance(k, int) else f".{shown_key(k)}" for k in keys).removeprefix(".")
-
-
-def shown_key(name: str) -> str:
-    """Format a key for a message. One that cannot be a name is not shown: the file may be another one than was
-    meant."""
-    return _shortened(name) if _NAME.fullmatch(name) else "(a key that is not a name)"
-
-
-@dataclass
-class Document:
-    """The contents of a file, with the lines of its keys."""
-
-    source: str
-    """Name of the file, for messages."""
-    value: Any
-    lines: dict[Keys, int] = field(default_factory=dict, repr=False)
-    """Line of each key and each entry of a list."""
-
-    def at(self, keys: Keys = ()) -> str:
-        """`file:line` of a key, or of the nearest key that the file has."""
-        while keys and keys not in self.lines:
-            keys = keys[:-1]
-        return f"{self.source}:{self.lines[keys]}" if keys in self.lines else self.source
-
-    @property
-    def mapping(self) -> dict[str, Any]:
-        """The full contents, which must be a mapping.
-
-        Raises:
-            ConfigError: it is not.
-        """
-        if not isinstance(self.value, dict):
-            raise ConfigError(f"{self.source}: a mapping of keys is expected, got {_kind(self.value)}")
-        return self.value
-
-
-def read_text(path: Path) -> str:
-    """Read a UTF-8 file of settings.
-
-    Raises:
-        ConfigError: missing, unreadable, not a regular file, too long, or not UTF-8.
-    """
-    try:
-        return read_bytes(path, MAX_BYTES).decode("utf-8-sig")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from None
-    except ValueError as error:  # a NUL in the name
-        raise ConfigError(f"{str(path)!r}: cannot be read: {error}") from None
 
 
 def read_yaml(path: Path) -> Document:
@@ -99,7 +32,7 @@ def read_yaml(path: Path) -> Document:
     Raises:
         ConfigError: unreadable, not YAML, or what is refused (see above); all of the latter at once.
     """
-    return _Yaml(str(path)).read(read_text(path))
+    return YamlReader(str(path)).read(read_text(path))
 
 
 def read_json(path: Path) -> Document:
@@ -190,135 +123,8 @@ def _line_of_second(text: str | bytes, key: str) -> str:
     return ""
 
 
-class _Yaml:
-    """Reads one YAML text and collects its problems."""
-
-    def __init__(self, source: str):
-        self.source = source
-        self.problems: list[str] = []
-        self.lines: dict[Keys, int] = {}
-        self.open: set[int] = set()  # nodes we are inside of
-        self.count = 0
-        self.scalars = yaml.SafeLoader("")
-
-    def read(self, text: str) -> Document:
-        try:
-            self._check_depth(text)
-            node = self._compose(text)
-        except yaml.MarkedYAMLError as error:
-            line = error.problem_mark.line + 1 if error.problem_mark else 1
-            problem = _QUOTED_NAME.sub(r"\1", error.problem or "")  # never more of a file than its keys
-            raise ConfigError(f"{self.source}:{line}: not YAML: {problem}") from None
-        except yaml.YAMLError as error:
-            line = text.count("\n", 0, getattr(error, "position", 0)) + 1
-            raise ConfigError(f"{self.source}:{line}: not YAML: {first_line(error)}") from None
-        value = None if node is None else self._value(node, ())
-        if self.problems:
-            raise ConfigError(self.problems)
-        return Document(self.source, value, self.lines)
-
-    def _compose(self, text: str) -> yaml.Node | None:
-        try:
-            return yaml.compose(text, Loader=LOADER)
-        except yaml.YAMLError:
-            return yaml.compose(text, Loader=yaml.SafeLoader)  # says more exactly where
-
-    def _check_depth(self, text: str) -> None:
-        depth = 0
-        with contextlib.suppress(yaml.YAMLError):  # `_compose` says it better
-            for event in yaml.parse(text, Loader=LOADER):
-                depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-                if depth > MAX_DEPTH:
-                    line = f":{event.start_mark.line + 1}" if event.start_mark else ""
-                    raise ConfigError(f"{self.source}{line}: nested more than {MAX_DEPTH} deep")
-
-    def _problem(self, node: yaml.Node, keys: Keys, text: str) -> None:
-        name = f"{show_key(keys)}: " if keys else ""
-        self.problems.append(f"{self.source}:{node.start_mark.line + 1}: {name}{text}")
-
-    def _value(self, node: yaml.Node, keys: Keys) -> Any:
-        self.lines.setdefault(keys, node.start_mark.line + 1)
-        self.count += 1
-        if self.count > MAX_VALUES:
-            raise ConfigError(f"{self.source}: its anchors unfold to more than {MAX_VALUES:,} values")
-        if isinstance(node, yaml.ScalarNode):
-            return self._scalar(node, keys)
-        if id(node) in self.open:
-            self._problem(node, keys, "an anchor that contains itself")
-            return None
-        self.open.add(id(node))
-        try:
-            if node.tag not in (_TAG + "map", _TAG + "seq"):
-                self._problem(node, keys, f"the tag {_shown(node.tag)} is not read here")
-            if isinstance(node, yaml.MappingNode):
-                return self._mapping(node, keys)
-            return [self._value(child, (*keys, i)) for i, child in enumerate(node.value)]
-        finally:
-            self.open.discard(id(node))
-
-    def _mapping(self, node: yaml.MappingNode, keys: Keys) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        merged: dict[str, Any] = {}
-        for key_node, child in node.value:
-            if not isinstance(key_node, yaml.ScalarNode):
-                self._problem(key_node, keys, "a key must be a text")
-            elif key_node.tag == _TAG + "merge":
-                merged |= self._merged(child, keys)
-            elif key_node.value in found:
-                self._problem(key_node, (), f"{show_key((*keys, key_node.value))} is given twice")
-            else:
-                name = str(key_node.value)
-                self.lines[(*keys, name)] = key_node.start_mark.line + 1
-                found[name] = self._value(child, (*keys, name))
-        return {**merged, **found}
-
-    def _merged(self, node: yaml.Node, keys: Keys) -> dict[str, Any]:
-        """Read the mappings that `<<` merges."""
-        value = self._value(node, (*keys, "<<"))
-        parts = value if isinstance(value, list) else [value]
-        if not all(isinstance(part, dict) for part in parts):
-            self._problem(node, keys, "<< takes a mapping, or a list of them")
-            return {}
-        return {name: v for part in reversed(parts) for name, v in part.items()}
-
-    def _scalar(self, node: yaml.ScalarNode, keys: Keys) -> Any:
-        tag, text = node.tag.removeprefix(_TAG), str(node.value)
-        if tag in ("str", "timestamp", "value", "merge"):
-            is_plain_number = not node.style and _EXPONENT.fullmatch(text)
-            return self._float(node, keys, float(text)) if is_plain_number else text
-        if tag not in ("null", "bool", "int", "float"):
-            self._problem(node, keys, f"the tag {_shown(node.tag)} is not read here")
-            return None
-        if ":" in text and tag in ("int", "float"):
-            return text
-        try:
-            value = self.scalars.construct_object(node)
-        except (ValueError, KeyError, yaml.YAMLError):
-            self._problem(node, keys, f"not read as {_KINDS_OF_TAG[tag]}")
-            return None
-        return self._float(node, keys, value) if tag == "float" else value
-
-    def _float(self, node: yaml.Node, keys: Keys, value: float) -> float:
-        if not math.isfinite(value):
-            self._problem(node, keys, f"{node.value} is not a finite number")
-        return value
-
-
 def _brief(value: Any) -> str:
-    return _shortened(repr(value))
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
-
-
-def _shown(tag: str) -> str:
-    return tag.replace(_TAG, "!!")
-
-
-def _kind(value: Any) -> str:
-    names = {dict: "a mapping", list: "a list", str: "a text", bool: "true or false", type(None): "nothing"}
-    return names.get(type(value), "a number")
+    return shortened(repr(value))
 
 
 class Reader:
@@ -334,7 +140,7 @@ class Reader:
     def known(self, value: Any, keys: Keys, known: Sequence[str]) -> dict[str, Any]:
         """Read the entries of a mapping; unknown keys become problems."""
         if not isinstance(value, dict):
-            self.problem(keys, f"{show_key(keys) or 'the file'} must be a mapping of keys, got {_kind(value)}")
+            self.problem(keys, f"{show_key(keys) or 'the file'} must be a mapping of keys, got {kind_of(value)}")
             return {}
         for name in value:
             if name not in known:

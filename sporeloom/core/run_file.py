@@ -6,8 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+from sporeloom.core.document import Document
 from sporeloom.core.errors import ConfigError
-from sporeloom.core.reader import Document, Reader, read_json, read_yaml
+from sporeloom.core.reader import Reader, read_json, read_yaml
 
 BASE = "base"
 """Key: another run file, relative to this one, whose values hold where this one has none."""

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sporeloom.core.document import Keys
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.numbers import Natural, Positive
-from sporeloom.core.reader import Keys, Reader, read_yaml
+from sporeloom.core.reader import Reader, read_yaml
 from sporeloom.data.token_file import TokenFile
 
 KEYS, DATASET_KEYS = ("datasets", "temperature"), ("path", "weight", "domain")

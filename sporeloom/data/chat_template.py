@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from sporeloom.core.bounded_process import BoundedProcess
+from sporeloom.core.document import read_text
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.hashes import check_file
-from sporeloom.core.reader import parse_json, read_text
+from sporeloom.core.reader import parse_json
 from sporeloom.data.documents import decode_text
 from sporeloom.data.special_tokens import Span, SpecialTokens, joined
 

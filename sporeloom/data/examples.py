@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from sporeloom.core.document import shown_key
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.lines import split_lines
-from sporeloom.core.reader import parse_json, shown_key
+from sporeloom.core.reader import parse_json
 from sporeloom.data.batch import Batch
 from sporeloom.data.documents import decode_text
 from sporeloom.data.packing import best_fit

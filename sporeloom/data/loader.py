@@ -35,7 +35,7 @@ class Dataset:
     arrangement: Arrangement
     """Its samples."""
     offset: int = 0
-    """Number added to its ids as a network gets them: its domain, see `HashRouter` of `sporeloom.nn.moe`."""
+    """Number added to its ids as a network gets them: its domain, see `HashRouter` of `sporeloom.nn.routing`."""
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from sporeloom.core.document import shown_key
 from sporeloom.core.errors import ConfigError, Problems
-from sporeloom.core.reader import parse_json, shown_key
+from sporeloom.core.reader import parse_json
 from sporeloom.data.compressed import COMPRESSED, open_frames
 from sporeloom.data.stores import open_document
 from sporeloom.data.tables import read_rows

@@ -81,7 +81,7 @@ def _without_idle(strategy: Strategy, notes: list[Note]) -> tuple[Strategy, list
     idle = {}
     if strategy.sequence_parallel and strategy.mesh.tp == 1:
         strategy, idle["sequence_parallel"] = dataclasses.replace(strategy, sequence_parallel=False), "mesh.tp is 1"
-    if strategy.optimizer_parallel and strategy.mesh.dp * strategy.mesh.cp == 1:
+    if strategy.optimizer_parallel and strategy.mesh.replicas == 1:
         strategy = dataclasses.replace(strategy, optimizer_parallel=None)
         idle["optimizer_parallel"] = "mesh.dp is 1"
     why = [idle.get(note.text.split(" ")[0].partition(".")[0]) for note in notes]

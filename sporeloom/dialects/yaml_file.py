@@ -9,9 +9,10 @@ from typing import Any
 
 import yaml
 
+from sporeloom.core.document import Document, Keys
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.lines import first_line
-from sporeloom.core.reader import Document, Keys, read_yaml
+from sporeloom.core.reader import read_yaml
 from sporeloom.dialects.settings import GivenValue
 
 VALUES = (

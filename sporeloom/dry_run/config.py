@@ -170,9 +170,7 @@ def check(config: DryRunConfig) -> DryRun:
         problems += [f"--batch-size {batch}: {config.task} trains on pairs, two sequences each"] if batch % unit else []
         problems += batch_problems(strategy, batch // unit, seq_len, config.accumulate, training=not config.inference)
         problems += [] if config.inference else group_problems(strategy, model, batch, seq_len, config.accumulate)
-    mesh = strategy.mesh
-    if task and task.samples and mesh.cp > 1:
-        problems.append(f"{strategy.at('mesh.cp')}: completions are sampled token by token; leave cp out")
+    problems += strategy.axis_problems("sampling") if task and task.samples else []
     problems.raise_if_any()
     assert ranks and task
     return DryRun(config, model, strategy, ranks, batch, seq_len, task, cluster)

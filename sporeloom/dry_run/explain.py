@@ -14,7 +14,7 @@ from sporeloom.models.family import family_module
 from sporeloom.models.paths import path_matches
 from sporeloom.parallel.parallelize import parallelize
 from sporeloom.parallel.report import ParameterReport
-from sporeloom.parallel.sharding import Operator, ParameterUse, operators, parameter_uses
+from sporeloom.parallel.rule_table import RuleTable
 from sporeloom.partition.sharded_graph import item_size
 from sporeloom.strategy.config import Rule, Strategy
 from sporeloom.strategy.layout import show
@@ -33,12 +33,8 @@ def explain(family: str, model: ModelConfig, strategy: Strategy, name: str) -> s
         raise ConfigError(problems)
     with no_init_parameters():
         net = family_module(family, "model").ModelWithLoss(model)
-    found = operators(net)
-    uses: dict[str, ParameterUse] = {}
-    for use in parameter_uses(found):
-        if any(path_matches(rule.pattern, use.operator.path) for rule in strategy.rules.operators):
-            uses.setdefault(use.parameter.name, use)
     report = parallelize(net, strategy)
+    rules, found = report.rules, report.rules.operators
     parameters = [p for p in report.parameters if path_matches(name, p.name)]
     chosen = [operator for operator in found if path_matches(name, operator.path)]
     if not parameters and not chosen:
@@ -50,17 +46,18 @@ def explain(family: str, model: ModelConfig, strategy: Strategy, name: str) -> s
     for parameter in parameters:
         lines += ["", *_parameter(parameter)]
         if not parameter.rule:
-            lines += _nearby(parameter.name, found, strategy.rules.operators)
-        if used := uses.get(parameter.name):
+            lines += _nearby(parameter.name, rules)
+        if parameter.name in rules.used_layouts:
+            used, *_ = rules.used_layouts[parameter.name]
             lines.append(f"  it is input {used.position} of {used.operator.path}")
-            lines += _rules(strategy.rules.operators, used.operator.path, used.position)
+            lines += _rules(rules.written_rules(used.operator.path), used.position)
     graph = _TrainingGraph(family, model, strategy) if chosen and strategy.mesh.size > 1 else None
     for operator in chosen:
         lines += ["", f"operator {operator.path}, {operator.primitive.name}"]
         lines += graph.layouts_and_collectives(operator.path) if graph else []
-        lines += _rules(strategy.rules.operators, operator.path, None) or [
+        lines += _rules(rules.written_rules(operator.path), None) or [
             "  no rule is for it: its layout follows from those of its inputs",
-            *_nearby(operator.path, found, strategy.rules.operators),
+            *_nearby(operator.path, rules),
         ]
     return "\n".join(lines)
 
@@ -94,17 +91,14 @@ class _TrainingGraph:
         return lines
 
 
-def _nearby(path: str, found: Sequence[Operator], rules: Sequence[Rule]) -> list[str]:
+def _nearby(path: str, rules: RuleTable) -> list[str]:
     """List the rules that determine the layout of `path` indirectly: those of the operators in the nearest Cell that has
     any."""
     while path:
         path = path.rpartition(".")[0]
-        near = [o for o in found if o.path.startswith(f"{path}." if path else "")]
-        matching = [(o.path, rule) for o in near for rule in rules if path_matches(rule.pattern, o.path)]
-        if matching:
-            last = dict(matching)  # the last rule of each operator
-            shown = list(last.items())[:MAX_NEARBY_RULES]
-            return [f"  nearby rule {rule.source}: {rule.pattern}, of {name}" for name, rule in shown]
+        near = [(name, rule) for name, rule in rules.owners.items() if name.startswith(f"{path}." if path else "")]
+        if near:
+            return [f"  nearby rule {rule.source}: {rule.pattern}, of {name}" for name, rule in near[:MAX_NEARBY_RULES]]
     return []
 
 
@@ -123,9 +117,8 @@ def _parameter(p: ParameterReport) -> list[str]:
     return lines
 
 
-def _rules(rules: Sequence[Rule], path: str, position: int | None) -> list[str]:
+def _rules(matching: Sequence[Rule], position: int | None) -> list[str]:
     """List the matching rules, the effective one first. `position`: of one input, or None for all."""
-    matching = [rule for rule in rules if path_matches(rule.pattern, path)]
     lines = []
     for rule in reversed(matching):
         layouts = rule.inputs if position is None else rule.inputs[position : position + 1]

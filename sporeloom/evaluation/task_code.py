@@ -10,8 +10,9 @@ from pathlib import Path
 
 import yaml
 
+from sporeloom.core.document import read_text
 from sporeloom.core.errors import ConfigError
-from sporeloom.core.reader import LOADER, MAX_DEPTH, read_text
+from sporeloom.core.yaml_text import LOADER, MAX_DEPTH
 
 FLAG = "--trust-remote-code"
 SWITCHES = ("unsafe_code", "hf_evaluate", "trust_remote_code")

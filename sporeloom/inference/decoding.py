@@ -148,11 +148,11 @@ class CacheDecoder(Rows):
         for parameter in self.net.get_parameters():
             if CACHE not in parameter.name:
                 continue
-            held = self.engine.held_slices(parameter.name, self.net.parallel_report.of(parameter.name).global_shape)
-            if held and held[0].start <= row < held[0].stop:
+            held = self.engine.held_slice(parameter.name, self.net.parallel_report.of(parameter.name).global_shape)
+            if held and held.start[0] <= row < held.stop[0]:
                 parameter = getattr(parameter, "in_float32", parameter)  # where no kernel computes in its own type
                 values = parameter.asnumpy().copy()
-                values[row - held[0].start] = 0
+                values[row - held.start[0]] = 0
                 parameter.set_data(Tensor(values, dtype=parameter.dtype), slice_shape=parameter.sliced)
 
 

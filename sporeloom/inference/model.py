@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from sporeloom.checkpoint.adapters import Adapter, put_side_by_side, ranks_of_several
 from sporeloom.checkpoint.finite import narrow
 from sporeloom.checkpoint.model_folder import Read, check_shapes, open_weights
-from sporeloom.checkpoint.shards import Slices
 from sporeloom.checkpoint.tensor_files import WEIGHTS
 from sporeloom.core.errors import ConfigError
 from sporeloom.inference.kernels import kernel_library, rows_are_alone, use_kernels
@@ -34,6 +33,7 @@ from sporeloom.nn.replace import share_parameters
 from sporeloom.parallel.parallelize import parallelize
 from sporeloom.runtime.spmd.program import Source
 from sporeloom.strategy.config import Strategy
+from sporeloom.strategy.tensor_slice import TensorSlice
 
 CACHE = ".cache."
 """Part of the names of parameters that no checkpoint has."""
@@ -114,15 +114,19 @@ def load_model(
         if CACHE in name:
             source = Source.of_zeros(shape)
         else:
-            source = Source(shape, beside[name].__getitem__ if name in beside else partial(read, name))
+            source = Source(shape, partial(_take, beside[name]) if name in beside else partial(read, name))
         if places:
-            places[number][...] = source.read(source.whole)  # caches, too: else the first texts wait for their memory
+            places[number][...] = source.read(source.full)  # caches, too: else the first texts wait for their memory
             parameter.set_data(Tensor.from_numpy(places[number]))
         elif on_cpu:
             parameter.source = source
         else:
-            parameter.set_data(Tensor(source.read(source.whole), dtype=parameter.dtype))
+            parameter.set_data(Tensor(source.read(source.full), dtype=parameter.dtype))
     return net
+
+
+def _take(value: NDArray[Any], part: TensorSlice) -> NDArray[Any]:
+    return value[part.slices]
 
 
 def _fitting(read: Read, config: ModelConfig, folder: Path) -> Read:
@@ -132,8 +136,8 @@ def _fitting(read: Read, config: ModelConfig, folder: Path) -> Read:
         ConfigError: when it reads one that would be infinite in float16.
     """
 
-    def read_and_check(name: str, slices: Slices) -> NDArray[Any]:
-        value = read(name, slices)
+    def read_and_check(name: str, part: TensorSlice) -> NDArray[Any]:
+        value = read(name, part)
         narrow(value, np.dtype(np.float16), f"{folder}: {name}")
         return value
 

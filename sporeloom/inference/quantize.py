@@ -10,13 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sporeloom.checkpoint.model_folder import Read
-from sporeloom.checkpoint.shards import Slices, whole
 from sporeloom.nn.decoder import Decoder
 from sporeloom.nn.head import Head
 from sporeloom.nn.int8 import Int8Embedding, Int8ExpertLinear, Int8Head, Int8Linear, Int8TiedHead
 from sporeloom.nn.linear import Linear
 from sporeloom.nn.moe import ExpertLinear
 from sporeloom.nn.replace import replace_cell
+from sporeloom.strategy.tensor_slice import TensorSlice
 
 
 def quantize(net: Decoder) -> None:
@@ -43,15 +43,15 @@ def quantized_weights(net: Decoder, read: Read) -> Read:
     @lru_cache(1)  # a matrix and its scale are read one after the other
     def quantized(path: str) -> dict[str, NDArray[Any]]:
         name = f"{path}.weight"
-        exact = np.asarray(read(name, whole(shapes[name])), np.float32)
+        exact = np.asarray(read(name, TensorSlice.full(shapes[name])), np.float32)
         scale = np.maximum(np.abs(exact).max(-1, keepdims=True), np.finfo(np.float32).tiny) / 127
         scales = scale.reshape(shapes[f"{path}.scale"]).astype(np.float32)
         return {"weight": np.rint(exact / scale).astype(np.int8), "scale": scales}
 
-    def read_part(name: str, slices: Slices) -> NDArray[Any]:
+    def read_part(name: str, part: TensorSlice) -> NDArray[Any]:
         if name not in coarse:
-            return read(name, slices)
+            return read(name, part)
         path, kind = coarse[name]
-        return quantized(path)[kind][slices]
+        return quantized(path)[kind][part.slices]
 
     return read_part

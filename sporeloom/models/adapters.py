@@ -12,7 +12,8 @@ from sporeloom.core.errors import ConfigError
 from sporeloom.core.numbers import Count, Positive, Rate
 from sporeloom.core.reader import read_json
 from sporeloom.models.config import ModelConfig
-from sporeloom.models.parameters import EXPERTS, Shapes, parameter_shapes
+from sporeloom.models.parameters import Shapes, parameter_shapes
+from sporeloom.models.parts.experts import STACKED
 from sporeloom.models.paths import alternatives, path_matches
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -140,7 +141,7 @@ def linear_paths(model: ModelConfig) -> list[str]:
         name.removesuffix(".weight")
         for name, shape in parameter_shapes(model).items()
         if name.startswith(("layers.", "query_layer.")) and name.endswith(".weight") and len(shape) == 2
-        if EXPERTS not in name and not name.endswith("mlp.router.weight")
+        if STACKED not in name and not name.endswith("mlp.router.weight")
     ]
 
 

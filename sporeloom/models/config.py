@@ -7,13 +7,16 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal
 
 from sporeloom.core.errors import ConfigError
-from sporeloom.core.numbers import Count, Depth, Natural, NotNegative, Positive, Rate, annotated_types, number_problems
-from sporeloom.models.latent import LatentConfig
+from sporeloom.core.numbers import Count, Depth, Natural, NotNegative, Positive, Rate, choice_problems, number_problems
+from sporeloom.models.parts import attention, indexer, latent_attention, streams
+from sporeloom.models.parts.experts import ExpertConfig
+from sporeloom.models.parts.indexer import IndexerConfig
+from sporeloom.models.parts.latent_attention import LatentConfig
+from sporeloom.models.parts.streams import StreamsConfig
 from sporeloom.models.rope_scaling import RopeScaling
-from sporeloom.models.streams import IndexerConfig, StreamsConfig, fields_of_layers, further_problems
 
 Activation = Literal["gelu", "gelu_tanh", "fast_gelu", "silu"]
 ComputeDtype = Literal["float32", "bfloat16", "float16"]
@@ -22,8 +25,14 @@ MTPInput = Literal["before_norm", "after_norm"]
 
 NO_LABEL = -1
 """Label of a token that no other follows: it is padding, which experts do not process."""
-FURTHER = (("indexer", IndexerConfig), ("streams", StreamsConfig))
-"""Parts of openPangu 2.0."""
+PARTS = (
+    ("rope_scaling", RopeScaling),
+    ("latent", LatentConfig),
+    ("experts", ExpertConfig),
+    ("indexer", IndexerConfig),
+    ("streams", StreamsConfig),
+)
+"""Fields that have settings of their own."""
 
 
 class Widths:
@@ -67,126 +76,6 @@ class Widths:
         if self.num_heads % self.kv_heads:
             return [f"num_heads {self.num_heads} is not divisible by num_kv_heads {self.num_kv_heads}"]
         return []
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertConfig:
-    """Experts in place of a layer's MLP, and the router that assigns tokens to them. E experts, k of which process
-    each token."""
-
-    num_experts: Count
-    """E."""
-    experts_per_token: Count
-    """k."""
-    router: Literal["softmax", "grouped", "sigmoid", "hash"] = "softmax"
-    """softmax: the k most probable. grouped: softmax over all, then the most probable of each of k groups of neighbours
-    (MoGE). sigmoid: the k of highest sigmoid. hash: fixed by the token's id, nothing to train."""
-    num_groups: Count = 1
-    """Groups of neighbouring experts; a token's experts are in the `groups_per_token` groups whose two best experts have
-    the highest sum of probabilities. For router: sigmoid or softmax."""
-    groups_per_token: Count = 1
-    normalize: Literal["none", "before_drop", "after_drop"] = "none"
-    """Whether the combine weights of a token's experts are divided by their sum, and whether dropped choices are
-    in it."""
-    ffn_hidden_size: Count | None = None
-    """Width of each expert; default: that of the model's MLP."""
-    shared_ffn_hidden_size: Natural = 0
-    """Width of the shared expert, which every token passes, unweighted; 0: there is none."""
-    first_dense_layers: Natural = 0
-    """Number of first layers that keep their MLP."""
-    layer_frequency: Count = 1
-    """Interval of the layers with experts among the others: 2 is layers 1, 3, 5, ... A top query layer never has
-    experts."""
-    router_scale: bool = False
-    """Each expert's combine weight is multiplied by a learned factor of its own."""
-    routed_scaling_factor: Positive = 1.0
-    """Factor of all combine weights."""
-    capacity_factor: Positive | None = None
-    """In training an expert takes at most ceil(k * tokens * this / E) tokens of a group; further ones are dropped.
-    Default: unlimited, no token is dropped. Outside of training no token is dropped either."""
-    capacity_group: Count | None = None
-    """Tokens of a group, neighbours in the batch; default: a sequence. This, not the mesh, determines which tokens
-    are dropped."""
-    balance: Literal["all", "first"] = "all"
-    """Choices that the load-balancing loss counts: all k of a token or its first."""
-    balance_over: Literal["group", "batch"] = "group"
-    """Tokens over which it is computed: each group of `capacity_group`, or the full (micro)batch."""
-    balance_loss: NotNegative = 0.0
-    """Coefficient of the load-balancing loss, which is E * sum over experts (fraction of the choices * mean
-    probability), of each layer."""
-    router_z_loss: NotNegative = 0.0
-    """Coefficient of the router z-loss, which is the mean of log(sum(exp(router logits)))^2, of each layer."""
-    balance_bias_rate: NotNegative = 0.0
-    """Above 0: probabilities are compared with a bias of each expert, which every step moves by this much towards
-    balance."""
-    correction_bias: bool = False
-    """There is such a bias whatever that rate is, as in published models: it affects which experts are chosen, not their
-    combine weights."""
-    hash_seed: Natural = 0
-    """Random seed of the hash router's map."""
-    num_domains: Count = 1
-    """For the hash router: number of groups of neighbouring experts; a token's expert is in the group of its
-    domain."""
-    domain: Natural = 0
-    """Domain of text without a domain of its own."""
-
-    def __post_init__(self) -> None:
-        if problems := list(self._problems()):
-            raise ConfigError(problems)
-
-    def _problems(self) -> Iterator[str]:
-        wrong = [*number_problems(self, lambda name: f"experts.{name}"), *_choice_problems(self, "experts.")]
-        yield from wrong
-        if wrong:
-            return
-        experts, chosen = self.num_experts, self.experts_per_token
-        if chosen > experts:
-            yield f"experts.experts_per_token {chosen} is more than the num_experts {experts}"
-        elif self.router == "grouped" and experts % chosen:
-            yield (
-                f"experts.num_experts {experts} is not divisible by the experts_per_token {chosen}: "
-                "a grouped router takes one expert of each of as many groups"
-            )
-        if self.router == "hash":
-            if chosen > 1:
-                yield f"experts.experts_per_token must be 1 with router: hash, got {chosen}"
-            trained = ("router_scale", "balance_loss", "router_z_loss", "balance_bias_rate", "correction_bias")
-            if given := [name for name in trained if getattr(self, name)]:
-                yield f"experts.{given[0]}: a hash router has nothing to train; remove it"
-            if experts % self.num_domains:
-                yield f"experts.num_experts {experts} is not divisible by the num_domains {self.num_domains}"
-            elif self.domain >= self.num_domains:
-                yield f"experts.domain {self.domain}: num_domains is {self.num_domains}, counted from 0"
-        elif self.num_domains > 1 or self.domain:
-            yield "experts.num_domains and domain are for router: hash"
-        yield from self._group_problems()
-        if self.normalize == "after_drop" and self.capacity_factor is None:
-            yield "experts.normalize after_drop: without capacity_factor nothing is dropped; write before_drop"
-
-    def _group_problems(self) -> Iterator[str]:
-        groups, kept = self.num_groups, self.groups_per_token
-        if groups > 1 and self.router not in ("sigmoid", "softmax"):
-            yield f"experts.num_groups is for router: sigmoid or softmax, not {self.router}"
-        elif self.num_experts % groups or (groups > 1 and self.num_experts // groups < 2):
-            yield f"experts.num_experts {self.num_experts} do not make num_groups {groups} equal groups of 2 or more"
-        elif kept > groups:
-            yield f"experts.groups_per_token {kept} is more than the num_groups {groups}"
-        elif self.experts_per_token > self.num_experts // groups * kept:
-            yield (
-                f"experts.experts_per_token {self.experts_per_token} is more than the "
-                f"{self.num_experts // groups * kept} experts of groups_per_token {kept} groups"
-            )
-
-    @property
-    def has_bias(self) -> bool:
-        """Whether a bias is added to the probabilities that experts are chosen by."""
-        return self.correction_bias or self.balance_bias_rate > 0
-
-    def capacity(self, tokens: int) -> int:
-        """Number of tokens that an expert takes of a group of this size, in training."""
-        if self.capacity_factor is None:
-            return tokens
-        return min(tokens, math.ceil(self.experts_per_token * tokens * self.capacity_factor / self.num_experts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,12 +187,7 @@ class ModelConfig(Widths):
     def __post_init__(self) -> None:
         for name in ("stop_ids", "sandwich_gains", "windows"):  # lists in JSON
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        for name, kind in (
-            ("rope_scaling", RopeScaling),
-            ("latent", LatentConfig),
-            ("experts", ExpertConfig),
-            *FURTHER,
-        ):
+        for name, kind in PARTS:
             if isinstance(getattr(self, name), dict):
                 object.__setattr__(self, name, kind(**getattr(self, name)))
         if problems := list(self._problems()):
@@ -312,7 +196,7 @@ class ModelConfig(Widths):
     def _problems(self) -> Iterator[str]:
         wrong = list(number_problems(self, str))
         yield from wrong
-        yield from _choice_problems(self)
+        yield from choice_problems(self)
         if wrong:
             return
         if self.latent:
@@ -323,7 +207,9 @@ class ModelConfig(Widths):
             yield f"rope_dim {self.rotated} must be even and at most the {self.head_size} of a head"
         if self.rope_scaling and self.position != "rotary":
             yield f"rope_scaling is for position rotary, not {self.position}"
-        yield from further_problems(self)
+        yield from self._window_problems()
+        yield from indexer.problems(self, self.indexer) if self.indexer else ()
+        yield from streams.problems(self, self.streams) if self.streams else ()
         if self.query_layer and (self.position, self.block) != ("learned", "sequential"):
             yield (f"query_layer needs learned positions and sequential blocks, not {self.position} and {self.block}")
         if self.num_mtp_layers and (self.query_layer or self.dropout_rate or self.value_head or self.num_domains > 1):
@@ -340,6 +226,16 @@ class ModelConfig(Widths):
             if token >= self.vocab_size:
                 name = "eod_id" if token == self.eod_id else "stop_ids:"
                 yield f"{name} {token} is outside the vocabulary of {self.vocab_size}"
+
+    def _window_problems(self) -> Iterator[str]:
+        for name in ("windows", "indexer"):
+            if getattr(self, name) and self.latent is None:
+                yield f"{name} is for models with latent"
+        if self.windows and len(self.windows) != self.num_layers + self.num_mtp_layers:
+            yield (
+                f"windows has {len(self.windows)} entries for num_layers {self.num_layers} and num_mtp_layers "
+                f"{self.num_mtp_layers}"
+            )
 
     def _latent_problems(self) -> Iterator[str]:
         if (self.position, self.norm) != ("rotary", "rms"):
@@ -362,7 +258,11 @@ class ModelConfig(Widths):
     def cache_widths(self) -> tuple[int, int]:
         """Width of what the KV cache holds of a token: all its keys and all its values, or its latent and its shared
         key."""
-        return (self.latent.kv_width, self.latent.rope_dim) if self.latent else (self.kv_size, self.kv_size)
+        return self.latent.cache_widths if self.latent else attention.cache_widths(self)
+
+    @property
+    def has_norm_bias(self) -> bool:
+        return self.norm_bias and self.norm == "layer"
 
     @property
     def has_convolutions(self) -> bool:
@@ -417,7 +317,7 @@ class ModelConfig(Widths):
         return None
 
     def domain_offset(self, domain: int | None) -> int:
-        """Offset that marks a token's id with a domain (see `sporeloom.nn.moe.HashRouter`)."""
+        """Offset that marks a token's id with a domain (see `sporeloom.nn.routing.HashRouter`)."""
         if domain is None:
             return 0
         return (domain - self.mixture.domain) % self.num_domains * self.vocab_size
@@ -430,15 +330,8 @@ class ModelConfig(Widths):
 
     @property
     def flash_problem(self) -> str | None:
-        """Why FlashAttentionScore cannot compute this model's attention. Source: its documentation in MindSpore
-        2.9."""
-        if self.latent:
-            return "latent attention, whose values are not as wide as its keys"
-        if self.head_size % 16 or self.head_size > 512:
-            return f"heads of {self.head_size} features; it takes multiples of 16 up to 512"
-        if self.dropout_rate:
-            return f"dropout_rate {self.dropout_rate}; probabilities that are never kept are not dropped"
-        return None
+        """Why FlashAttentionScore cannot compute this model's attention."""
+        return latent_attention.FLASH_PROBLEM if self.latent else attention.flash_problem(self)
 
     @property
     def attention_on_ascend(self) -> Literal["plain", "flash"]:
@@ -493,7 +386,14 @@ def _as_json(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _choice_problems(config: Any, prefix: str = "") -> Iterator[str]:
-    for name, hint in annotated_types(type(config)).items():
-        if get_origin(hint) is Literal and getattr(config, name) not in get_args(hint):
-            yield f"{prefix}{name} must be one of {', '.join(get_args(hint))}, got {getattr(config, name)!r}"
+def fields_of_layers(config: ModelConfig, count: int) -> dict[str, Any]:
+    """The fields of this model with the first `count` of its layers, that depend on their number."""
+    indexer, streams = config.indexer, config.streams
+    windows = (*config.windows[: config.num_layers][:count], *config.windows[config.num_layers :])
+    if indexer:
+        layers = tuple(layer for layer in indexer.layers if layer < count)
+        indexer = dataclasses.replace(indexer, layers=layers) if layers else None
+    if streams:
+        normed = tuple(layer for layer in streams.norm_layers if layer < count)
+        streams = dataclasses.replace(streams, norm_layers=normed)
+    return {"num_layers": count, "windows": windows, "indexer": indexer, "streams": streams}

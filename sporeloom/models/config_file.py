@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from sporeloom.core.document import Document
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.hashes import check_file
-from sporeloom.core.reader import Document, fields_from, read_json
+from sporeloom.core.reader import fields_from, read_json
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import FAMILIES, family_module, size_config
 from sporeloom.models.published import PublishedFormat, published_as, read_config

@@ -54,19 +54,6 @@ def with_precision(
     return dataclasses.replace(model, **{name: value for name, value in given.items() if value is not None})
 
 
-def family_and_size(name: str) -> tuple[str, str]:
-    """Family and size in the name of a built-in strategy: `pangu_13b_tp8`.
-
-    Raises:
-        ConfigError: it begins with no family and size.
-    """
-    sizes = [(family, size) for family in FAMILIES for size in family_module(family, "config").SIZES]
-    found = [(family, size) for family, size in sizes if name.startswith(f"{family}_{size}_")]
-    if not found:
-        raise ConfigError(f"{name}: begins with no FAMILY_SIZE_")
-    return max(found, key=lambda pair: len(pair[1]))
-
-
 @functools.cache
 def sources_hash() -> str:
     """Hash of every source file that affects the computation: this package's and the families'."""

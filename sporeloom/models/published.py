@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from sporeloom.core.errors import ConfigError, Problems, did_you_mean
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.parameters import Shapes, parameter_shapes
+from sporeloom.models.parts import attention, mlp, norm, tables
 from sporeloom.models.published_keys import TrackedKeys, key_problems, unknown_keys
 from sporeloom.models.rope_scaling import read_scaling
 
@@ -270,19 +271,20 @@ def eos_token_id(config: ModelConfig) -> int | list[int]:
 
 def llama_names(**more: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
     """Names of Llama and similar models; `more` replaces or adds some of a layer, with __ for a dot."""
-    ours = "layers.{i}."
     layer: dict[str, tuple[str, ...]] = {
-        "input_layernorm.weight": ("attention_norm.weight",),
-        "post_attention_layernorm.weight": ("mlp_norm.weight",),
-        "mlp.down_proj.weight": ("mlp.down.weight",),
+        **{f"{published}.weight": (f"{name}.weight",) for published, name in norm.LLAMA_NAMES.items()},
+        **{f"mlp.{published}.weight": (f"mlp.{name}.weight",) for published, name in mlp.LLAMA_NAMES.items()},
+        **{
+            f"self_attn.{published}.{kind}": (f"attention.{name}.{kind}",)
+            for published, name in attention.LLAMA_NAMES.items()
+            for kind in ("weight", "bias")
+        },
+        **{name.replace("__", "."): parts for name, parts in more.items()},
     }
-    for theirs, name in (("q", "query"), ("k", "key"), ("v", "value"), ("o", "output")):
-        for kind in ("weight", "bias"):
-            layer[f"self_attn.{theirs}_proj.{kind}"] = (f"attention.{name}.{kind}",)
-    layer |= {name.replace("__", "."): parts for name, parts in more.items()}
+    words, *last = [(f"{published}.weight", (f"{name}.weight",)) for published, name in tables.LLAMA_NAMES.items()]
+    path = f"layers.{LAYER}."
     return {
-        "model.embed_tokens.weight": ("embedding.word.weight",),
-        **{"model.layers.{i}." + name: tuple(ours + part for part in parts) for name, parts in layer.items()},
-        "model.norm.weight": ("final_norm.weight",),
-        "lm_head.weight": ("head.weight",),
+        words[0]: words[1],
+        **{f"model.{path}{name}": tuple(path + part for part in parts) for name, parts in layer.items()},
+        **dict(last),
     }

@@ -20,10 +20,10 @@ from sporeloom.nn.hyper_connections import StreamLayer, StreamReader
 from sporeloom.nn.indexer import Indexer
 from sporeloom.nn.latent_attention import LatentAttention
 from sporeloom.nn.loss import CrossEntropy
-from sporeloom.nn.moe import TokenGroups
 from sporeloom.nn.mtp import MTPLayer, MTPLosses
 from sporeloom.nn.norm import build_norm
 from sporeloom.nn.rotary import Angles
+from sporeloom.nn.routing import TokenGroups
 
 
 class Decoder(nn.Cell):

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from mindspore import nn
 
 from sporeloom.parallel.choose import pairs, products
-from sporeloom.parallel.sharding import operators, parameter_uses
+from sporeloom.parallel.operators import operators, parameter_uses
 from sporeloom.strategy.layout import Layout, Shape, show
 
 Shapes = tuple[Sequence[Shape], Sequence[Shape]]

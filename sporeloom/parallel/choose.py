@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from mindspore import nn
 
 from sporeloom.core.errors import ConfigError
-from sporeloom.parallel.sharding import operators, parameter_uses
+from sporeloom.parallel.operators import operators, parameter_uses
 from sporeloom.strategy.layout import Layout, show
 
 MIN_SHARE = 0.5

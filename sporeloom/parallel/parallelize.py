@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 import mindspore as ms
@@ -13,20 +12,18 @@ from sporeloom.core.errors import ConfigError
 from sporeloom.mindspore_compat.names import NO_PARTITIONER, GradAccumulation, MicroBatchInterleaved, numpy_type
 from sporeloom.models.paths import path_matches
 from sporeloom.parallel.layers import layers_of, matching_cells
+from sporeloom.parallel.operators import Operator, operators, parameter_uses
 from sporeloom.parallel.report import ParameterReport, Report
+from sporeloom.parallel.rule_table import RuleTable, match_rules
 from sporeloom.parallel.sharding import (
     LARGE_OPERATORS,
     UNKNOWN_OPERATORS,
-    Operator,
     is_functional,
-    operators,
-    parameter_uses,
     parts_of_heads,
-    rules_of,
     shard_as_told,
-    unmatched_rules,
     with_parts_of_axes,
 )
+from sporeloom.strategy.axes import BY_NAME
 from sporeloom.strategy.checks import spans_tensor_parallel
 from sporeloom.strategy.config import Rule, Strategy
 from sporeloom.strategy.layout import Layout, LayoutError, Shape, degrees, local_shape
@@ -49,24 +46,23 @@ def parallelize(net: nn.Cell, strategy: Strategy, whole: bool = True) -> Report:
         raise ConfigError(f"{strategy.at('engine')}: {NO_PARTITIONER}")
     if strategy.mesh.ep > strategy.mesh.dp and not shards_itself(strategy):
         raise ConfigError(spans_tensor_parallel(strategy))
-    found = operators(net)
     kv_parts, group_parts = parts_of_heads(net, strategy.mesh)
-    rules = with_parts_of_axes(strategy.rules.operators, kv_parts, group_parts, strategy.mesh)
+    resolved = with_parts_of_axes(strategy.rules.operators, kv_parts, group_parts, strategy.mesh)
+    found = operators(net)
+    rules = match_rules(found, parameter_uses(found), strategy.rules.operators, resolved)
     for _, cell in net.cells_and_names():
         if hasattr(cell, "repeats_heads"):
             cell.repeats_heads = bool(group_parts)
         if hasattr(cell, "flash_on_cpu"):
             cell.flash_on_cpu = shards_itself(strategy)
-    strategy = dataclasses.replace(strategy, rules=dataclasses.replace(strategy.rules, operators=rules))
     wants_layers = strategy.rules.layers or strategy.mesh.pp > 1 or strategy.recompute or strategy.offload
     layers = layers_of(net, strategy.rules.layers) if wants_layers else []
-    _check(net, strategy, found, layers, whole)
-    owners = rules_of(found, strategy.rules.operators)
+    _check(net, strategy, rules, layers, whole)
     if not shards_itself(strategy):
-        for operator in found:
-            if operator.path in owners:
-                shard_as_told(operator.primitive, owners[operator.path], strategy.mesh)
-    recomputed = _recompute_and_offload(net, strategy, found, layers)
+        for operator in rules.operators:
+            if rule := rules.rule(operator.path):
+                shard_as_told(operator.primitive, rule, strategy.mesh)
+    recomputed = _recompute_and_offload(net, strategy, rules.operators, layers)
     parts = _parts_of_cells(net, strategy, layers)
     stages = {path: strategy.stage_of_part(part) for path, part in parts.items()}
     if not shards_itself(strategy):
@@ -74,12 +70,8 @@ def parallelize(net: nn.Cell, strategy: Strategy, whole: bool = True) -> Report:
     tied = _exclude_from_optimizer_parallel(net, strategy)
     net.parallel_report = Report(  # the engine checks it against the compiler
         mesh=strategy.mesh,
-        parameters=_parameter_reports(net, strategy, found, owners, stages),
-        unmatched_rules=[
-            f"{rule.source}: {rule.pattern}"
-            for rule in strategy.rules.operators
-            if rule.optional and not any(path_matches(rule.pattern, operator.path) for operator in found)
-        ],
+        parameters=_parameter_reports(net, strategy, rules, stages),
+        unmatched_rules=[f"{rule.source}: {rule.pattern}" for rule in rules.unused()],
         optimizer_parallel=strategy.optimizer_parallel is not None,
         layers_of_stages=_layers_of_stages(layers, strategy),
         stage_of_loss=strategy.stage_of_loss,
@@ -88,8 +80,8 @@ def parallelize(net: nn.Cell, strategy: Strategy, whole: bool = True) -> Report:
         parts=parts,
         reshards=strategy.gathers_twice,
         is_spmd=shards_itself(strategy),
-        owners=owners,
-        functional=[rule for rule in rules if is_functional(rule.pattern)] if shards_itself(strategy) else [],
+        rules=rules,
+        functional=[rule for rule in resolved if is_functional(rule.pattern)] if shards_itself(strategy) else [],
     )
     return net.parallel_report
 
@@ -178,31 +170,30 @@ def keep_as_function(net: nn.Cell) -> None:
     net.cell_init_args = f"lazy_inline_{type(net).__name__}"
 
 
-def _check(net: nn.Cell, strategy: Strategy, found: Sequence[Operator], layers: Sequence[str], whole: bool) -> None:
+def _check(net: nn.Cell, strategy: Strategy, rules: RuleTable, layers: Sequence[str], whole: bool) -> None:
     problems = [
-        *_rule_problems(net, strategy, found, whole),
-        *([] if shards_itself(strategy) else _operator_problems(strategy, found)),
-        *([] if shards_itself(strategy) else _lookup_problems(found, strategy.rules.operators, strategy.mesh)),
-        *_mesh_problems(strategy, layers),
+        *_rule_problems(net, strategy, rules, whole),
+        *([] if shards_itself(strategy) else _operator_problems(strategy, rules)),
+        *([] if shards_itself(strategy) else _lookup_problems(rules, strategy.mesh)),
+        *_mesh_problems(strategy, rules.rules, layers),
     ]
     if problems:
         raise ConfigError(problems)
 
 
-def _rule_problems(net: nn.Cell, strategy: Strategy, found: Sequence[Operator], whole: bool) -> list[str]:
+def _rule_problems(net: nn.Cell, strategy: Strategy, rules: RuleTable, whole: bool) -> list[str]:
     """Check the rules against the network: list those that match nothing, or shard a parameter that cannot be
     sharded so."""
-    rules = strategy.rules
     problems = [
         f"{rule.source}: {pattern} matches no operator of {type(net).__name__}; correct the path, "
         "or write it with a trailing ? if it is for other models"
-        for rule, pattern in unmatched_rules(found, rules.operators)
+        for rule, pattern in rules.incomplete()
         if whole and not (is_functional(pattern) and shards_itself(strategy))
     ]
-    for use in parameter_uses(found):
-        for rule in rules.operators:
-            layout = use.layout(rule)
-            if layout is None or not path_matches(rule.pattern, use.operator.path):
+    for use in rules.uses:
+        for position in rules.matches.get(use.operator.path, ()):
+            rule = rules.rules[position]
+            if (layout := use.layout(rule)) is None:
                 continue
             try:
                 local_shape(layout, tuple(use.parameter.shape), strategy.mesh)
@@ -211,37 +202,37 @@ def _rule_problems(net: nn.Cell, strategy: Strategy, found: Sequence[Operator], 
     return problems
 
 
-def _operator_problems(strategy: Strategy, found: Sequence[Operator]) -> list[str]:
+def _operator_problems(strategy: Strategy, rules: RuleTable) -> list[str]:
     """List operators that MindSpore cannot partition without a rule."""
-    rules, mesh, problems = strategy.rules, strategy.mesh, list[str]()
+    mesh, problems = strategy.mesh, list[str]()
     if not mesh.derives_layouts:
         problems += [
             f"{strategy.at('mesh')}: {mesh}: MindSpore derives layouts on stages of 2^n ranks only, and no rule "
             f"is for {o.path}; remove `engine: mindspore`, or write one"
-            for o in found
-            if o.primitive.name in LARGE_OPERATORS and not any(path_matches(r.pattern, o.path) for r in rules.operators)
+            for o in rules.operators
+            if o.primitive.name in LARGE_OPERATORS and o.path not in rules.matches
         ][:3]
     problems += [
         f"{strategy.at('rules')}: MindSpore cannot partition {o.path}, a {o.primitive.name}, and no rule lets "
         "each rank compute its shard: write one with `local: true`, or for the model families with experts use "
         "rules/experts.yaml"
-        for o in found
+        for o in rules.operators
         if mesh.size > mesh.pp
         and o.primitive.name in UNKNOWN_OPERATORS
-        and not any(r.local and path_matches(r.pattern, o.path) for r in rules.operators)
+        and not any(rule.local for rule in rules.written_rules(o.path))
     ][:1]
     return problems
 
 
-def _mesh_problems(strategy: Strategy, layers: Sequence[str]) -> list[str]:
+def _mesh_problems(strategy: Strategy, rules: Sequence[Rule], layers: Sequence[str]) -> list[str]:
     """Check for axes that no rule uses, and the stages against the layers."""
-    rules, mesh = strategy.rules.operators, strategy.mesh
+    mesh = strategy.mesh
     cut = {part_of_axis(axis)[0] for rule in rules for layout in rule.inputs for dim in layout for axis in dim}
     problems = [
         f"{strategy.at('mesh.' + axis)} = {mesh.degree(axis)}, but no rule shards anything over {axis}: all its ranks would "
         "do the same; write a rule for it, or leave it out"
         for axis in mesh.sharding_axes
-        if axis != "dp" and axis not in cut
+        if BY_NAME[axis].needs_rules and axis not in cut
     ]
     if mesh.pp > 1 and not layers:
         problems.append(
@@ -256,14 +247,13 @@ def _mesh_problems(strategy: Strategy, layers: Sequence[str]) -> list[str]:
     return problems
 
 
-def _lookup_problems(found: Sequence[Operator], rules: Sequence[Rule], mesh: Mesh) -> Iterator[str]:
+def _lookup_problems(rules: RuleTable, mesh: Mesh) -> Iterator[str]:
     """List embedding tables with sharded rows and sharded indices whose axes together do not cover the mesh, which
     MindSpore needs."""
-    for use in parameter_uses(found):
-        matching = [rule for rule in rules if path_matches(rule.pattern, use.operator.path)]
-        if use.operator.primitive.name != "Gather" or use.position != 0 or not matching or matching[-1].local:
+    for use in rules.uses:
+        rule = rules.rule(use.operator.path)
+        if use.operator.primitive.name != "Gather" or use.position != 0 or rule is None or rule.local:
             continue
-        rule = matching[-1]
         rows = rule.inputs[0][0] if rule.inputs and rule.inputs[0] else ()
         of_indices = {axis for layout in rule.inputs[1:] for dim in layout for axis in dim if mesh.degree(axis) > 1}
         missing = [axis for axis in mesh.sharding_axes if axis not in {*rows, *of_indices}]
@@ -306,18 +296,13 @@ def _layers_of_stages(layers: Sequence[str], strategy: Strategy) -> list[list[st
 
 
 def _parameter_reports(
-    net: nn.Cell, strategy: Strategy, found: Sequence[Operator], owners: dict[str, Rule], stages: dict[str, int]
+    net: nn.Cell, strategy: Strategy, rules: RuleTable, stages: dict[str, int]
 ) -> list[ParameterReport]:
-    layouts: dict[str, tuple[Layout, str]] = {}
-    for use in parameter_uses(found):
-        rule = owners.get(use.operator.path)
-        layout = use.layout(rule) if rule else None
-        if rule and layout is not None:
-            layouts.setdefault(use.parameter.name, (layout, rule.source))
     reports = []
     for parameter in net.get_parameters():
         whole: Shape = tuple(parameter.shape)
-        layout, rule_source = layouts.get(parameter.name, (((),) * len(whole), ""))
+        used = rules.used_layouts.get(parameter.name)
+        layout, rule_source = (used[1], used[2].source) if used else (((),) * len(whole), "")
         part = local_shape(layout, whole, strategy.mesh)
         shards = _optimizer_shards(parameter, layout, part, strategy)
         if shards > 1:

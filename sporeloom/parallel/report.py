@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from sporeloom.parallel.rule_table import RuleTable
 from sporeloom.strategy.config import Rule
 from sporeloom.strategy.layout import Layout, Shape, show
 from sporeloom.strategy.mesh import Mesh
@@ -62,8 +63,8 @@ class Report:
     is_spmd: bool = False
     """Whether the graph is compiled for one device and sharded afterwards: then nothing in it may depend on the
     mesh."""
-    owners: dict[str, Rule] = field(default_factory=dict, repr=False)
-    """Path of an operator -> its rule."""
+    rules: RuleTable = field(default_factory=RuleTable, repr=False)
+    """The rules of the strategy and what they match."""
 
     functional: list[Rule] = field(default_factory=list, repr=False)
     """Rules for operators that are not attributes of a Cell, which are matched with the compiled graph."""
@@ -100,8 +101,8 @@ class Report:
         return {p.name: p for p in self.parameters}
 
     def to_dict(self) -> dict[str, object]:
-        values = dataclasses.asdict(dataclasses.replace(self, owners={}, parts={}, functional=[]))
-        del values["owners"], values["parts"], values["functional"]
+        values = dataclasses.asdict(dataclasses.replace(self, rules=RuleTable(), parts={}, functional=[]))
+        del values["rules"], values["parts"], values["functional"]
         for parameter in values["parameters"]:
             parameter["layout"] = show(parameter["layout"])
         return values

@@ -1,28 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Set the layouts of a strategy's rules on the operators of a Cell, and find the parameters that are sharded by
-them."""
+"""Set the layouts of rules on operators in MindSpore, for graphs that MindSpore partitions."""
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import functools
-import inspect
 import math
-import textwrap
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import mindspore as ms
-from mindspore import Parameter, nn
+from mindspore import nn
 from mindspore.ops import Primitive
 
-from sporeloom.mindspore_compat.names import own_parameters, own_primitives
-from sporeloom.models.paths import alternatives, path_matches
+from sporeloom.strategy.axes import AXES, BY_NAME, LAYOUT_AXES
 from sporeloom.strategy.config import Rule
 from sporeloom.strategy.layout import EXPERT_AXIS, EXPERT_REPLICA_AXIS, GROUP_AXIS, KV_AXIS, Dim, Layout, degrees
-from sporeloom.strategy.mesh import AXES, Mesh, part_of_axis
+from sporeloom.strategy.mesh import Mesh, part_of_axis
 
 LARGE_OPERATORS = frozenset(
     {
@@ -61,39 +54,6 @@ TAKE_NAMES = frozenset(
     }
 )
 """Operators known to take layouts by name (tried with MindSpore 2.9); some others fail with them."""
-
-
-@dataclass(frozen=True)
-class Operator:
-    """A primitive held as an attribute of a Cell."""
-
-    path: str
-    cell: nn.Cell
-    primitive: Primitive
-
-    @property
-    def attribute(self) -> str:
-        return self.path.rpartition(".")[2]
-
-
-def operators(net: nn.Cell) -> list[Operator]:
-    """Every primitive of `net` that a rule can address."""
-    return [
-        Operator(f"{path}.{name}" if path else name, cell, primitive)
-        for path, cell in net.cells_and_names()
-        for name, primitive in own_primitives(cell).items()
-        if isinstance(primitive, Primitive)
-    ]
-
-
-def rules_of(found: Sequence[Operator], rules: Sequence[Rule]) -> dict[str, Rule]:
-    """Operator path -> the last rule that matches it."""
-    owners: dict[str, Rule] = {}
-    for operator in found:
-        for rule in rules:
-            if path_matches(rule.pattern, operator.path):
-                owners[operator.path] = rule
-    return owners
 
 
 def parts_of_heads(net: nn.Cell, mesh: Mesh) -> tuple[Dim, Dim]:
@@ -153,8 +113,8 @@ def shard(
     )
     used = {axis for layout in (*inputs, *(outputs or ())) for dim in layout for axis in dim}
     experts_apart = any(axis != "dp" and part_of_axis(axis)[0] == "dp" for axis in used)
-    with_cp = mesh.cp > 1 and len(mesh.sharding_axes) > 1
-    numbers_do = mesh.order == AXES and len(mesh.sharding_axes) <= 2 and not (experts_apart or with_cp or turned)
+    needs_names = len(mesh.sharding_axes) > 1 and any(BY_NAME[axis].needs_names for axis in mesh.sharding_axes)
+    numbers_do = mesh.order == AXES and len(mesh.sharding_axes) <= 2 and not (experts_apart or needs_names or turned)
     if by_name or (not numbers_do and primitive.name in TAKE_NAMES):
         axes = _names_of_axes(mesh, used)
         matrix = [name for names in axes.values() for name in names]
@@ -174,7 +134,7 @@ def shard(
 
 def _names_of_axes(mesh: Mesh, used: Collection[str]) -> dict[str, tuple[str, ...]]:
     """Mesh axis -> its names in MindSpore: those of its two parts where a layout uses one of them."""
-    axes: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in mesh.degrees if axis in AXES[1:]}
+    axes: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in mesh.degrees if axis in LAYOUT_AXES}
     for axis in used:
         name, outer, inner = part_of_axis(axis)
         if parts := outer or inner:
@@ -186,84 +146,3 @@ def is_functional(pattern: str) -> bool:
     """Whether a rule's pattern names operators that are not attributes of a Cell, by their kind: `MatMul`, `head.MatMul_1`.
     Such rules are matched with the compiled graph."""
     return pattern.rpartition(".")[2][:1].isupper()
-
-
-def unmatched_rules(found: Sequence[Operator], rules: Sequence[Rule]) -> list[tuple[Rule, str]]:
-    """Rules that are not optional, each with the first of its alternatives that matches no operator."""
-    return [
-        (rule, missing[0])
-        for rule in rules
-        if not rule.optional
-        and (missing := [p for p in alternatives(rule.pattern) if not any(path_matches(p, o.path) for o in found)])
-    ]
-
-
-@dataclass(frozen=True)
-class ParameterUse:
-    """A parameter as one input of an operator."""
-
-    parameter: Parameter
-    operator: Operator
-    position: int
-
-    def layout(self, rule: Rule) -> Layout | None:
-        return rule.inputs[self.position] if self.position < len(rule.inputs) else None
-
-
-def parameter_uses(found: Sequence[Operator]) -> Iterator[ParameterUse]:
-    """Find which parameter is which input of which operator, by the source of each `construct` and the methods it
-    calls."""
-    by_cell: dict[int, dict[str, Operator]] = {}
-    cells: dict[int, nn.Cell] = {}
-    for operator in found:
-        by_cell.setdefault(id(operator.cell), {})[operator.attribute] = operator
-        cells[id(operator.cell)] = operator.cell
-    for key, cell in cells.items():
-        for attribute, position, name in _calls_of(type(cell)):  # type: ignore[arg-type]
-            parameter = own_parameters(cell).get(name)
-            if attribute in by_cell[key] and parameter is not None:
-                yield ParameterUse(parameter, by_cell[key][attribute], position)
-
-
-@functools.cache
-def _calls_of(kind: type) -> list[tuple[str, int, str]]:
-    return list(_calls(kind))
-
-
-def _calls(
-    kind: type[nn.Cell], methods: tuple[str, ...] = ("construct",), given: Mapping[str, str] | None = None
-) -> Iterator[tuple[str, int, str]]:
-    """(operator attribute, input position, attribute given) of each `self.operator(..., self.attribute, ...)`, also in
-    methods that are handed the attribute.
-
-    Args:
-        methods: the way from `construct` to the one that is read.
-        given: name of its argument -> attribute.
-    """
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(getattr(kind, methods[-1]))))
-    except (OSError, TypeError, SyntaxError):  # built at run time: no source to read
-        return
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Call) or not (called := _self_attribute(node.func)):
-            continue
-        names = [_attribute_given(argument, given or {}) for argument in node.args]
-        method = getattr(kind, called, None)
-        if not inspect.isfunction(method):
-            yield from ((called, position, name) for position, name in enumerate(names) if name)
-        elif called not in methods:
-            arguments = list(inspect.signature(method).parameters)[1:]
-            handed = {argument: name for argument, name in zip(arguments, names, strict=False) if name}
-            yield from _calls(kind, (*methods, called), handed)
-
-
-def _attribute_given(node: ast.AST, given: Mapping[str, str]) -> str | None:
-    while isinstance(node, ast.Call) and node.args:  # self.cast(self.weight, dtype)
-        node = node.args[0]
-    return given.get(node.id) if isinstance(node, ast.Name) else _self_attribute(node)
-
-
-def _self_attribute(node: ast.AST) -> str | None:
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
-        return node.attr
-    return None

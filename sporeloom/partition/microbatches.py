@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from sporeloom.partition.assemble import assemble
 from sporeloom.partition.graph import Graph, IsFirst, Name, Node, RankOffset, TensorType, followed, is_effect
 from sporeloom.partition.grid import MICROBATCHES, DeviceGrid
 from sporeloom.partition.sharded_graph import MixedRowsError
-from sporeloom.partition.stages import assemble
 
 NUMBER = "microbatch."
 """Prefix of the names of inputs that are the index of a microbatch; the element type follows."""

@@ -9,15 +9,15 @@ that depends on no part, such as a mask, is computed in each part that uses it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from sporeloom.partition.graph import OF_THIS_PASS, Graph, Input, Name, Node, Scope, TensorType, followed, is_effect
+from sporeloom.partition.assemble import assemble, with_names
+from sporeloom.partition.graph import Graph, Name, Node, TensorType, followed, is_effect
 from sporeloom.partition.parameter_values import ParameterValues, of_parameters_alone
-from sporeloom.partition.sharded_graph import PartitionError
+from sporeloom.partition.parts_of_nodes import Place, places_of_nodes
 
 PassKind = Literal["parameters", "forward", "backward", "weights"]
-NOWHERE = Scope()
 
 
 class StagePass(NamedTuple):
@@ -59,17 +59,6 @@ class StageGraphs:
     """Values that `parameters` passes compute once for all microbatches."""
 
 
-class _Place(NamedTuple):
-    """The part and the direction in which an operator is computed."""
-
-    part: int | None
-    """None: in every part that uses its outputs."""
-    is_backward: bool
-
-
-ANYWHERE = _Place(None, False)
-
-
 def cut_into_stages(
     graph: Graph,
     parts: Mapping[str, int],
@@ -87,96 +76,15 @@ def cut_into_stages(
         stage_of: part -> its stage; a parameter that several parts of a stage need gathered is gathered once.
         keeps_casts: whether weights in half precision are kept for all microbatches; else each pass casts its own.
     """
-    places = _places(graph, parts)
+    places = places_of_nodes(graph, parts)
     return _Cut(graph, places, splits_weights, sums_from, of_parameters_alone(graph, keeps_casts), stage_of).run()
-
-
-def _places(graph: Graph, parts: Mapping[str, int]) -> list[_Place]:
-    """The place of each node."""
-    pinned: dict[Name, int] = {}
-    while True:
-        placed = _Places(graph, parts, pinned)
-        if placed.written == pinned:
-            return _gathered_where_wanted(graph, placed.found)
-        pinned = placed.written
-
-
-def _gathered_where_wanted(graph: Graph, places: Sequence[_Place]) -> list[_Place]:
-    """Move an all-gather to the only part that uses its result, so that shards are sent between stages."""
-    found, users = list(places), dict[Name, set[_Place]]()
-    for node, place in zip(graph.nodes, places, strict=True):
-        for name in followed(node):
-            users.setdefault(name, set()).add(place)
-    for i, node in enumerate(graph.nodes):
-        wanted = users.get(node.outputs[0], set())
-        parts = {place.part for place in wanted}
-        if node.kind == "AllGather" and node.scope is None and len(parts) == 1 and None not in parts:
-            found[i] = _Place(parts.pop(), all(place.is_backward for place in wanted))
-    return found
-
-
-class _Places:
-    """Places of nodes from one traversal of the graph. `pinned`: parameter -> the part that writes it."""
-
-    def __init__(self, graph: Graph, parts: Mapping[str, int], pinned: Mapping[Name, int]):
-        self.graph, self.parts = graph, parts
-        self.found: list[_Place] = []
-        self.written: dict[Name, int] = {}
-        self._of: dict[Name, _Place] = {}
-        self._forward: dict[Name, int | None] = {}
-        for node in graph.nodes:
-            loaded = pinned.get(next(node.flat_inputs())) if node.kind == "Load" else None
-            place = self.place(node) if loaded is None else _Place(loaded, False)
-            self.found.append(place)
-            self._of |= dict.fromkeys(node.outputs, place)
-            scope = node.scope or NOWHERE
-            if scope.name and scope.name not in self._forward:
-                self._forward[scope.name] = place.part
-            if is_effect(node, graph):
-                self.written |= {name: place.part or 0 for name in node.flat_inputs() if name in graph.parameters}
-
-    def place(self, node: Node) -> _Place:
-        scope = node.scope or NOWHERE
-        if node.kind in ("Constant", "UpdateState", "Load"):
-            return ANYWHERE
-        if node.attributes.get(OF_THIS_PASS):  # each part that uses a weight gathers it
-            return _Place(None, scope.is_backward)
-        given = [self._of[name] for name in node.flat_inputs() if name in self._of]
-        is_backward = scope.is_backward or any(place.is_backward for place in given)
-        if (
-            node.kind == "Depend"
-            and is_backward
-            and not any(self._of[n].is_backward for n in followed(node) if n in self._of)
-        ):
-            return _Place(
-                None, True
-            )  # recomputation waits for a gradient, maybe of another part: computed where it is used
-        behind = [place.part for place in given if place.is_backward and place.part is not None]
-        before = [place.part for place in given if not place.is_backward and place.part is not None]
-        part = self._forward.get(scope.forward) if scope.forward else self.part_of(scope.cell)
-        if is_backward and behind and node.kind in ("Add", "AddN"):
-            part = None  # the gradient of a received value is summed before it is sent back
-        if is_backward:
-            if part is None and (behind or before):
-                part = min(behind) if behind else max(before)
-            return _Place(min([part, *behind]) if part is not None else None, True)
-        if part is not None or before:
-            part = max([*before, part if part is not None else 0])
-        if part is None and (is_effect(node, self.graph) or node.attributes.get("side_effect_hidden")):
-            part = 0
-        return _Place(part, False)
-
-    def part_of(self, cell: str) -> int | None:
-        """The part of the innermost enclosing Cell that is assigned to one."""
-        found = [path for path in self.parts if f".{path}." in f".{cell}."]
-        return self.parts[max(found, key=len)] if found else None
 
 
 class _Cut:
     def __init__(
         self,
         graph: Graph,
-        places: Sequence[_Place],
+        places: Sequence[Place],
         splits_weights: bool,
         sums_from: int | None,
         once: ParameterValues,
@@ -257,14 +165,14 @@ class _Cut:
             name = output if output in self.makers else self.passed_on(output)
             place = self.places[self.makers[name]]
             if place.part is None or self.makers[name] in self.once.nodes:  # a constant, or zeros for an unused weight
-                at = _Place(place.part or 0, True)
+                at = Place(place.part or 0, True)
                 name = self.add(Node("Depend", (name, name), (f"{name}.result",), (self.types[name],)), at)
                 return {place.part or 0: name}
             return {place.part: name}
         return {part: self.summed(output, part, names) for part, names in shares.items()}
 
     def passed_on(self, name: Name) -> Name:
-        return self.add(Node("Depend", (name, name), (f"{name}.result",), (self.types[name],)), _Place(0, False))
+        return self.add(Node("Depend", (name, name), (f"{name}.result",), (self.types[name],)), Place(0, False))
 
     def shares(self, name: Name) -> dict[int, list[Name]]:
         """The summands of a value by part; empty if they cannot be determined."""
@@ -291,10 +199,10 @@ class _Cut:
         sum_of, *rest = names
         for i, name in enumerate(rest):
             node = Node("Add", (sum_of, name), (f"{output}.part{part}.{i}",), (self.types[output],))
-            sum_of = self.add(node, _Place(part, True))
+            sum_of = self.add(node, Place(part, True))
         return sum_of
 
-    def add(self, node: Node, place: _Place) -> Name:
+    def add(self, node: Node, place: Place) -> Name:
         self.makers |= dict.fromkeys(node.outputs, len(self.nodes))
         self.types |= zip(node.outputs, node.types, strict=True)
         self.nodes.append(node)
@@ -379,65 +287,3 @@ class _Cut:
 def _order(one: StagePass) -> tuple[int, int]:
     kinds: tuple[PassKind, ...] = ("parameters", "forward", "backward", "weights")
     return kinds.index(one.kind), one.part
-
-
-def assemble(
-    nodes: Sequence[Node],
-    parameters: Mapping[Name, TensorType],
-    inputs: Sequence[Name],
-    outputs: Sequence[Name],
-    types: Mapping[Name, TensorType | None],
-    roots: Sequence[Name] = (),
-) -> Graph:
-    """Build a graph of some nodes, with the dependencies between them.
-
-    Args:
-        roots: values that must be computed even if they are unused, in addition to all writes of parameters.
-
-    Raises:
-        PartitionError: it has side effects, but no output that could depend on them.
-    """
-    there, renamed = {*parameters, *inputs}, dict[Name, Name]()
-    kept: list[Node] = []
-    for node in nodes:
-        given = with_names(node, renamed).inputs
-        if node.kind in ("UpdateState", "Depend"):
-            first, *rest = given
-            rest = [each for each in (_those(each, there) for each in rest) if each]
-            if not rest and isinstance(first, str):
-                renamed[node.outputs[0]] = first
-                continue
-            given = (first, *rest)
-        kept.append(replace(node, inputs=given))
-        there |= set(node.outputs)
-    used = {name for node in kept for name in node.flat_inputs()}
-    graph = Graph({name: type for name, type in parameters.items() if name in used}, {}, kept, [])
-    graph.outputs = [renamed.get(name, name) for name in outputs]
-    for name in inputs:
-        type = types[name]
-        assert type is not None, name
-        graph.inputs[name] = type
-    done = [node.outputs[0] for node in kept if is_effect(node, graph)] + list(roots)
-    if done and not graph.outputs:
-        raise PartitionError("a pass of a stage writes parameters, but nobody takes anything from it")
-    for i, name in enumerate(done):
-        first, waiting = graph.outputs[0], f"{outputs[0]}.done{i}"
-        kept.append(Node("Depend", (first, name), (waiting,), (types[outputs[0]],)))
-        graph.outputs[0] = waiting
-    return graph
-
-
-def with_names(node: Node, names: Mapping[Name, Name]) -> Node:
-    """Rename the inputs of a node."""
-
-    def renamed(given: Input) -> Input:
-        return names.get(given, given) if isinstance(given, str) else tuple(names.get(name, name) for name in given)
-
-    return replace(node, inputs=tuple(map(renamed, node.inputs)))
-
-
-def _those(given: Input, there: set[Name]) -> Input:
-    """Restrict the values that a node waits for to those that exist."""
-    if isinstance(given, str):
-        return given if given in there else ()
-    return tuple(name for name in given if name in there)

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from sporeloom.partition.assemble import assemble, with_names
 from sporeloom.partition.graph import Graph, Name, Node, TensorType, followed, is_effect
 from sporeloom.partition.grid import STAGES
 from sporeloom.partition.sharded_graph import PartitionError
-from sporeloom.partition.stages import assemble, with_names
 
 Stages = frozenset[int]
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from sporeloom.models.config import ModelConfig
-from sporeloom.planner.dimensions import Dimensions, Parallelism, PartLayers
+from sporeloom.planner.dimensions import Dimensions
 from sporeloom.planner.memory import (
     copied_parameters,
     expert_parameters,
@@ -19,6 +19,7 @@ from sporeloom.planner.memory import (
     stage_copies,
     stage_parameters,
 )
+from sporeloom.planner.parallelism import Parallelism, PartLayers
 from sporeloom.strategy.config import Strategy
 from sporeloom.strategy.stages import (
     layers_per_stage,

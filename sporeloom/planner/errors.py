@@ -12,7 +12,8 @@ from typing import Any
 from sporeloom.core.log import counted
 from sporeloom.core.reader import read_yaml
 from sporeloom.planner.cluster import Cluster
-from sporeloom.planner.dimensions import Dimensions, Parallelism
+from sporeloom.planner.dimensions import Dimensions
+from sporeloom.planner.parallelism import Parallelism
 from sporeloom.planner.task import PLAIN_TEXT, TrainedTask
 
 ERRORS = Path(__file__).with_name("errors.yaml")

@@ -10,8 +10,10 @@ import operator
 from collections import Counter
 from dataclasses import dataclass
 
-from sporeloom.planner.dimensions import Dimensions, Parallelism, PartLayers
-from sporeloom.strategy.schedule import held_parts, microbatches_held
+from sporeloom.models.parts import attention, mlp, norm
+from sporeloom.planner.dimensions import Dimensions
+from sporeloom.planner.parallelism import Parallelism, PartLayers
+from sporeloom.strategy.schedule import held_parts
 
 MOMENTS = 8
 """Bytes of AdamW's two moments for each parameter."""
@@ -139,10 +141,10 @@ def expert_activations(dims: Dimensions, job: Parallelism) -> float:
     matrices, back."""
     if not dims.num_experts:
         return 0.0
-    tokens, width = job.microbatch * dims.seq_len / job.cp, job.activation_bytes
+    tokens, width = job.tokens(dims.seq_len), job.activation_bytes
     rows = dims.expert_share * tokens * dims.experts_per_token * dims.expert_rows
     spread = job.tp if job.parts_of_expert < job.tp else 1  # tp ranks that send a part each
-    wide = (3 if dims.gated_mlp else 2) * dims.expert_ffn_size / job.parts_of_expert
+    wide = mlp.kept_features(dims, dims.expert_ffn_size) / job.parts_of_expert
     return rows / spread * width * (2 * dims.hidden_size + wide)
 
 
@@ -160,13 +162,13 @@ def layer_activations(dims: Dimensions, job: Parallelism, recompute: str | None 
     scores' softmax, its dropout and mask (5).
     """
     recompute = recompute or job.recompute
-    tokens, width = job.microbatch * dims.seq_len / job.cp, job.activation_bytes
+    tokens, width = job.tokens(dims.seq_len), job.activation_bytes
     h, spread = dims.hidden_size, job.tp if job.sequence_parallel else 1
     if recompute == "full":
         return tokens * width * h / spread
-    norms = dims.num_norms * width * h
-    whole = 2 * norms + (2 * (width if dims.float32_softmax else 1) * h if dims.dropout else 0)
-    cut = width * (2 * dims.query_size + 2 * dims.kv_size + (3 if dims.gated_mlp else 2) * dims.always_used_ffn)
+    masks = 2 * (width if dims.float32_softmax else 1) * h if dims.dropout else 0
+    whole = dims.num_norms * width * norm.kept_features(dims) + masks
+    cut = width * (attention.kept_features(dims) + mlp.kept_features(dims, dims.always_used_ffn))
     if dims.float32_softmax:  # probabilities in float32 and, where it is another type, in that of the product; masks
         kept = 4 + (width if width < 4 else 0) + (4 if dims.dropout else 0)
     else:
@@ -175,15 +177,10 @@ def layer_activations(dims: Dimensions, job: Parallelism, recompute: str | None 
     if job.flash_attention:
         scores = 0
         if recompute == "selective":  # values that are cheap to recompute: outputs of the norms and of the activation
-            whole, cut = whole - norms, cut - width * dims.always_used_ffn
+            whole, cut = whole - dims.num_norms * width * h, cut - width * dims.always_used_ffn
     elif recompute == "selective":
         scores = 0
     return tokens * (whole / spread + (cut + scores) / job.tp) + expert_activations(dims, job)
-
-
-def microbatches_in_flight(job: Parallelism, stage: int) -> float:
-    """Maximum number of microbatches that a stage holds in its schedule; one held in one of v parts counts as 1/v."""
-    return microbatches_held(stage, job.pp, job.num_microbatches, job.virtual_stages, job.schedule)
 
 
 @dataclass(frozen=True)
@@ -203,7 +200,7 @@ class KeptActivations:
 
     @classmethod
     def of(cls, dims: Dimensions, job: Parallelism) -> KeptActivations:
-        tokens, width = job.microbatch * dims.seq_len / job.cp, job.activation_bytes
+        tokens, width = job.tokens(dims.seq_len), job.activation_bytes
         dropout = dims.dropout * (width if dims.float32_softmax else 1)  # as published: a byte
         return cls(
             full=layer_activations(dims, job, "none"),
@@ -243,7 +240,7 @@ def _offloaded(job: Parallelism, kept: KeptActivations, stage: int, parts: tuple
 
 def stage_memory(dims: Dimensions, job: Parallelism) -> list[StageMemory]:
     """Memory of each stage's devices."""
-    tokens, width = job.microbatch * dims.seq_len / job.cp, job.activation_bytes
+    tokens, width = job.tokens(dims.seq_len), job.activation_bytes
     spread = job.tp if job.sequence_parallel else 1
     kept, parts_of, result = KeptActivations.of(dims, job), job.parts(dims.num_layers), []
     again, away = job.recomputed(dims.num_layers), job.offloaded_layers or (0,) * job.pp

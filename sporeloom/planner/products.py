@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from sporeloom.models.config import ModelConfig
-from sporeloom.models.parameters import layer_shapes, parameter_shapes
-
-ONE_PRODUCT_A_CHANNEL = "_conv.weight"
-"""End of the names of convolutions, whose channels are multiplied one by one."""
+from sporeloom.models.parameters import attention_specs, mtp_specs
+from sporeloom.models.parts import attention, indexer, streams
+from sporeloom.models.parts.experts import STACKED
+from sporeloom.models.parts.spec import num_entries
 
 
 @dataclass(frozen=True)
@@ -44,65 +43,47 @@ class Products:
 
 def products_of(config: ModelConfig, seq_len: int) -> Products | None:
     """Products that the planner's dimensions do not say; None: there are none."""
-    if config.latent is None:
-        features = 2 * config.num_heads * config.head_size
-        return Products(features=features, mtp=_mtp(config)) if config.num_mtp_layers else None
-    latent, attention = config.latent, _attention(config)
-    matrices = sum(math.prod(shape) for name, shape in attention.items() if _is_matrix(name, shape))
+    latent, mtp = config.latent, _mtp(config)
+    if latent is None:
+        return Products(features=attention.score_features(config), mtp=mtp) if config.num_mtp_layers else None
+    specs = attention_specs(config)
     entries, features = _indexer(config, seq_len)
     return Products(
-        features=config.num_heads * (latent.head_size + latent.value_dim),
+        features=latent.score_features(config.num_heads),
         sinks=latent.num_sinks,
-        sink_entries=latent.kv_width * config.num_heads * latent.key_value_size,
-        vectors=sum(map(math.prod, attention.values())) - matrices,
+        sink_entries=latent.sink_entries(config.num_heads),
+        vectors=num_entries(specs) - num_entries(specs, "matrix"),
         streams=_streams(config),
         indexer_entries=entries,
         indexer_features=features,
-        mtp=_mtp(config),
+        mtp=mtp,
     )
-
-
-def _attention(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of a layer's parameters of attention, without sparse attention."""
-    shapes = layer_shapes(config, 0).items()
-    return {n: shape for n, shape in shapes if n.startswith("attention.") and ".indexer." not in n}
-
-
-def _is_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    is_sink = ".sink_" in name
-    return len(shape) > 1 and not is_sink and not name.endswith(ONE_PRODUCT_A_CHANNEL)
 
 
 def _streams(config: ModelConfig) -> int:
     if config.streams is None:
         return 0
-    streams, width = config.streams.num_streams, config.streams.num_streams * config.hidden_size
-    of_part = width * streams * (streams + 2) + streams * width
-    return 2 * config.num_layers * of_part + width * streams
+    layers = range(config.num_layers)
+    gates = num_entries((spec for layer in layers for spec in streams.parameters(config, layer)), "matrix")
+    mixing = 2 * config.num_layers * config.streams.mixing(config.hidden_size)
+    return gates + mixing + num_entries(streams.output_parameters(config), "matrix")
 
 
 def _indexer(config: ModelConfig, seq_len: int) -> tuple[int, int]:
     """Entries and features; nothing is computed where every token is chosen."""
-    indexer = config.indexer
-    if indexer is None or seq_len <= indexer.top_k:
+    if config.indexer is None or seq_len <= config.indexer.top_k:
         return 0, 0
-    shapes = parameter_shapes(config).items()
-    entries = sum(math.prod(s) for name, s in shapes if ".indexer." in name and _is_matrix(name, s))
-    layers = sum(map(config.has_indexer, range(config.num_layers)))
-    return entries, layers * indexer.num_heads * indexer.head_dim
+    layers = range(config.num_layers)
+    entries = num_entries((spec for layer in layers for spec in indexer.parameters(config, layer)), "matrix")
+    return entries, sum(map(config.has_indexer, layers)) * config.indexer.score_features
 
 
 def _mtp(config: ModelConfig) -> int:
     """Matrices of the layers, of their experts those that a token passes, and the heads."""
-    matrices = {
-        name: math.prod(shape)
-        for name, shape in parameter_shapes(config).items()
-        if name.startswith("mtp.") and _is_matrix(name, shape)
-    }
-    total = sum(matrices.values()) + config.num_mtp_layers * config.vocab_size * config.hidden_size
+    specs = [*mtp_specs(config)]
+    total = num_entries(specs, "matrix") + config.num_mtp_layers * config.vocab_size * config.hidden_size
     if config.experts:
-        of_experts = sum(entries for name, entries in matrices.items() if ".experts." in name)
-        total -= (
-            of_experts * (config.experts.num_experts - config.experts.experts_per_token) // config.experts.num_experts
-        )
+        of_experts = num_entries((spec for spec in specs if STACKED in spec.name), "matrix")
+        unused = config.experts.num_experts - config.experts.experts_per_token
+        total -= of_experts * unused // config.experts.num_experts
     return total

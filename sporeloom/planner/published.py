@@ -16,7 +16,8 @@ from typing import Any
 
 from sporeloom.core.errors import ConfigError
 from sporeloom.planner.cluster import Cluster, chips
-from sporeloom.planner.dimensions import Dimensions, Parallelism
+from sporeloom.planner.dimensions import Dimensions
+from sporeloom.planner.parallelism import Parallelism
 
 GATED = re.compile(r"llama|qwen|baichuan|internlm|\byi|deepseek|glm|telechat|mixtral|aquila|palm", re.I)
 NEEDED = ("model", "layers", "hidden", "heads", "seq", "chip", "devices", "tp", "pp", "global_batch")

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from sporeloom.core.errors import ConfigError
 from sporeloom.planner.cluster import Cluster, chips
-from sporeloom.planner.dimensions import Dimensions, Parallelism
+from sporeloom.planner.dimensions import Dimensions
+from sporeloom.planner.parallelism import Parallelism
 from sporeloom.planner.published import CAPACITY_FACTOR, Measurement, PublishedRun, UnpredictableError
 
 COLUMNS = (

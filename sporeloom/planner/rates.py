@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from sporeloom.planner.cluster import Cluster
-from sporeloom.planner.dimensions import Dimensions, Parallelism
+from sporeloom.planner.dimensions import Dimensions
+from sporeloom.planner.parallelism import Parallelism
 
 FLOAT32_SPEED = 0.5  # of matrix products, relative to bf16: no published run in the fit computes so
 KERNEL_HEAD = 128  # fused attention kernels take as long for narrower heads

@@ -15,7 +15,6 @@ from sporeloom.planner.errors import NoInterval, TimeInterval, interval_values, 
 from sporeloom.planner.search import Option, PlanRequest, describe, why_slower
 from sporeloom.planner.task import PLAIN_TEXT, TrainedTask, auxiliary_bytes
 from sporeloom.strategy.config import OptimizerParallel, Pipeline, Recompute, Strategy
-from sporeloom.strategy.mesh import Mesh
 from sporeloom.strategy.text import strategy_text
 
 GB = 2**30
@@ -140,7 +139,7 @@ def strategy_file(
         layers = None if job.recomputed_layers is None else list(job.recomputed_layers)
         recompute = Recompute(kind=kind, per_stage=layers)
     strategy = Strategy(
-        mesh=Mesh(pp=job.pp, dp=job.dp, cp=job.cp, tp=job.tp, ep=job.ep),
+        mesh=job.mesh,
         pipeline=Pipeline(num_microbatches=job.num_microbatches, virtual_stages=job.virtual_stages)
         if job.pp > 1
         else Pipeline(),

@@ -15,8 +15,9 @@ from sporeloom.core.errors import ConfigError
 from sporeloom.core.numbers import Bounds, Count, Natural
 from sporeloom.planner.closed_forms import Precision, optimizer_sharding
 from sporeloom.planner.cluster import Cluster
-from sporeloom.planner.dimensions import Dimensions, Parallelism, Recomputation, even_parts
+from sporeloom.planner.dimensions import Dimensions
 from sporeloom.planner.memory import KeptActivations, StageMemory, held_activations
+from sporeloom.planner.parallelism import Parallelism, Recomputation, even_parts
 from sporeloom.planner.step_time import StepTime, flops_per_device, step_time
 from sporeloom.planner.task import PLAIN_TEXT, TrainedTask, adapter_parameters, task_memory
 from sporeloom.strategy.checks import MAX_DEVICES, divisors

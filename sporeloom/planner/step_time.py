@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from sporeloom.planner.cluster import Cluster, Overlap
-from sporeloom.planner.dimensions import Dimensions, Parallelism
+from sporeloom.planner.dimensions import Dimensions
 from sporeloom.planner.memory import (
     MOMENTS,
     cut_parameters,
@@ -22,6 +22,7 @@ from sporeloom.planner.memory import (
     second_moments_saved,
     stage_parameters,
 )
+from sporeloom.planner.parallelism import Parallelism
 from sporeloom.planner.rates import KERNEL_HEAD, Rates, all_reduce, all_to_all, group_bandwidth
 from sporeloom.strategy.listed_schedule import Pass
 from sporeloom.strategy.schedule import idle_microbatches, splits_backward, times

@@ -27,8 +27,9 @@ from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import size_config
 from sporeloom.models.slots import num_slots_for
 from sporeloom.planner.closed_forms import parameter_bytes
-from sporeloom.planner.dimensions import Dimensions, Parallelism, of_decoder
+from sporeloom.planner.dimensions import Dimensions, of_decoder
 from sporeloom.planner.memory import MOMENTS, StageMemory, head_columns, layer_activations, stage_memory
+from sporeloom.planner.parallelism import Parallelism
 
 TaskName = Literal["pretraining", "sft", "reward", "dpo", "grpo", "ppo"]
 SAMPLING = ("grpo", "ppo")

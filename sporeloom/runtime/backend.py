@@ -19,8 +19,7 @@ from sporeloom.core.errors import ConfigError
 from sporeloom.runtime.compiler import faster_compilation
 from sporeloom.strategy.config import Strategy
 from sporeloom.strategy.layout import Shape
-
-Slices = tuple[slice, ...]
+from sporeloom.strategy.tensor_slice import TensorSlice
 
 
 def _fast_on_cpu() -> contextlib.AbstractContextManager[None]:
@@ -33,15 +32,15 @@ class ParameterLayout(Protocol):
 
     @property
     def optimizer_group(self) -> str:
-        """Group over which optimizer parallelism (ZeRO) shards dim 0 further; empty if `slices` has that already."""
+        """Group over which optimizer parallelism (ZeRO) shards dim 0 further; empty if `stored_slice` has that already."""
         ...
 
-    def operator_slices(self, global_shape: Shape, rank: int) -> Slices:
-        """Slices of the full tensor that the operators of `rank` use."""
+    def operator_slice(self, global_shape: Shape, rank: int) -> TensorSlice:
+        """The part of the full tensor that the operators of `rank` use."""
         ...
 
-    def slices(self, global_shape: Shape, rank: int, groups: Mapping[str, Sequence[int]]) -> Slices:
-        """Slices of the full tensor that `rank` stores."""
+    def stored_slice(self, global_shape: Shape, rank: int, groups: Mapping[str, Sequence[int]]) -> TensorSlice:
+        """The part of the full tensor that `rank` stores."""
         ...
 
 

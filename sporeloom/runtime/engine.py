@@ -21,6 +21,7 @@ from sporeloom.runtime.environment import launched_processes
 from sporeloom.runtime.spmd.devices import SpmdDevices
 from sporeloom.strategy.checks import launch_problems
 from sporeloom.strategy.config import Strategy
+from sporeloom.strategy.tensor_slice import TensorSlice
 
 
 def _join(strategy: Strategy, target: str) -> Backend:
@@ -152,37 +153,37 @@ class Engine:
                 if mine and self.rank != source and self.rank % mesh.stage_size == place:
                     parameter.set_data(Tensor(trained, dtype=parameter.dtype), slice_shape=parameter.sliced)
 
-    def slices_to_write(self, name: str, parameter: ParameterReport) -> tuple[slice, ...] | None:
-        """Slices of this rank's shard of a parameter or optimizer state in the full tensor, if this rank writes the shard.
+    def slice_to_write(self, name: str, parameter: ParameterReport) -> TensorSlice | None:
+        """This rank's shard of a parameter or optimizer state, if this rank writes the shard.
 
         The first of the ranks that replicate a shard writes it; None for all others.
         """
         shape, mesh = parameter.global_shape, self.strategy.mesh
         if mesh.size == 1:
-            return tuple(slice(0, length) for length in shape)
+            return TensorSlice.full(shape)
         layout = self.backend.layouts.get(name)
         if layout is None or mesh.coordinate(self.rank, "pp") != parameter.stage:
             return None
         ranks_of_stage = mesh.ranks_of_stage(parameter.stage)
-        mine = layout.operator_slices(shape, self.rank)
-        holders = [rank for rank in ranks_of_stage if layout.operator_slices(shape, rank) == mine]
+        own = layout.operator_slice(shape, self.rank)
+        holders = [rank for rank in ranks_of_stage if layout.operator_slice(shape, rank) == own]
         groups = self.backend.groups
         group = groups[layout.optimizer_group] if layout.optimizer_group else [self.rank]
-        return layout.slices(shape, self.rank, groups) if min(holders) in group else None
+        return layout.stored_slice(shape, self.rank, groups) if min(holders) in group else None
 
-    def held_slices(self, name: str, global_shape: tuple[int, ...]) -> tuple[slice, ...] | None:
-        """Slices of this rank's shard of a parameter or optimizer state in the full tensor; None if it has none."""
+    def held_slice(self, name: str, global_shape: tuple[int, ...]) -> TensorSlice | None:
+        """This rank's shard of a parameter or optimizer state; None if it has none."""
         if self.strategy.mesh.size == 1:
-            return tuple(slice(0, length) for length in global_shape)
+            return TensorSlice.full(global_shape)
         layout = self.backend.layouts.get(name)
-        return layout.slices(global_shape, self.rank, self.backend.groups) if layout else None
+        return layout.stored_slice(global_shape, self.rank, self.backend.groups) if layout else None
 
     def holds_now(self, parameter: Parameter, global_shape: tuple[int, ...]) -> bool:
         """Whether this rank has the current value of a parameter or of its shard: in a pipeline, stages that compute
         with it do."""
         if self.strategy.mesh.pp == 1:
             return True
-        return self.held_slices(parameter.name, global_shape) is not None and self.backend.is_current(parameter)
+        return self.held_slice(parameter.name, global_shape) is not None and self.backend.is_current(parameter)
 
     def close(self) -> None:
         """Leave the job gracefully; also called when the process exits."""

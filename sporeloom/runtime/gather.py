@@ -19,6 +19,7 @@ from sporeloom.core.files import write_atomically
 from sporeloom.core.reader import read_json
 from sporeloom.parallel.report import Report
 from sporeloom.runtime.engine import Engine
+from sporeloom.strategy.tensor_slice import TensorSlice
 
 WAIT_S = 1800.0
 
@@ -39,10 +40,10 @@ def gather_whole(
     for parameter in cell.get_parameters():
         if not wanted(parameter.name):
             continue
-        slices = engine.slices_to_write(parameter.name, report.of(parameter.name))
-        if slices is not None:
+        part = engine.slice_to_write(parameter.name, report.of(parameter.name))
+        if part is not None:
             parts[parameter.name] = parameter.asnumpy().copy()  # the graph continues to write its own buffer
-            places[parameter.name] = [(s.start, s.stop) for s in slices]
+            places[parameter.name] = [part.start, part.shape]
     if engine.strategy.mesh.size == 1:
         return parts
     if engine.rank == 0:
@@ -77,7 +78,7 @@ def _join(folder: Path, num_ranks: int, report: Report) -> dict[str, NDArray[Any
         places = read_json(folder / f"rank_{rank}.json").mapping
         for name, value in load_file(path).items():
             target = whole.setdefault(name, np.empty(report.of(name).global_shape, value.dtype))
-            target[tuple(slice(start, stop) for start, stop in places[name])] = value
+            target[TensorSlice(*map(tuple, places[name])).slices] = value
             covered[name] = covered.get(name, 0) + value.size
     for name, value in whole.items():
         if covered[name] != value.size:

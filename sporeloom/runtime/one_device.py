@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from sporeloom.core.errors import ConfigError
 from sporeloom.parallel.report import Report
-from sporeloom.runtime.backend import Slices
 from sporeloom.runtime.engine import Engine
+from sporeloom.strategy.tensor_slice import TensorSlice
 
 Array = NDArray[Any]
 
@@ -79,7 +79,10 @@ class Comparison:
         if keeps:
             self._compare_state(after)
         else:
-            _set(self.parameters, {name: value[self._mine(name, value)] for name, value in self.whole.items()})
+            _set(
+                self.parameters,
+                {name: value[self._own_slice(name, value).slices] for name, value in self.whole.items()},
+            )
         return given
 
     def raise_if_different(self) -> None:
@@ -109,28 +112,27 @@ class Comparison:
         own = dict(values)
         for source in range(engine.strategy.mesh.size):
             places = engine.broadcast_value(self._places(), source)
-            for name, (bounds, dtype) in places.items():
-                slices = tuple(slice(*ends) for ends in bounds)
-                mine = own[name] if engine.rank == source else np.zeros([s.stop - s.start for s in slices], dtype)
-                part, shape = engine.broadcast(mine, source), self.report.of(name).global_shape
+            for name, (start, local_shape, dtype) in places.items():
+                local = own[name] if engine.rank == source else np.zeros(local_shape, dtype)
+                shard, shape = engine.broadcast(local, source), self.report.of(name).global_shape
                 if values[name].shape != shape:
                     values[name] = np.zeros(shape, dtype)
-                values[name][slices] = part
+                values[name][TensorSlice(tuple(start), tuple(local_shape)).slices] = shard
         return values
 
     def _places(self) -> dict[str, Any]:
-        """Slices of the shards that this rank contributes, with their dtypes."""
+        """Start, shape and dtype of the shards that this rank contributes."""
         places = {}
         for name, parameter in self.parameters.items():
             if not parameter.sliced:
                 continue  # still unsharded, whatever another network with that name has
             said = self.report.by_name.get(name) or self.report.by_name.get(name.partition(".")[2])
-            if said and (slices := self.engine.slices_to_write(name, said)) is not None:
-                places[name] = [[s.start, s.stop] for s in slices], np.dtype(parameter.asnumpy().dtype).name
+            if said and (part := self.engine.slice_to_write(name, said)) is not None:
+                places[name] = part.start, part.shape, np.dtype(parameter.asnumpy().dtype).name
         return places
 
-    def _mine(self, name: str, whole: Array) -> Slices:
-        return self.engine.held_slices(name, whole.shape) or tuple(slice(0, n) for n in whole.shape)
+    def _own_slice(self, name: str, whole: Array) -> TensorSlice:
+        return self.engine.held_slice(name, whole.shape) or TensorSlice.full(whole.shape)
 
     def _compare_outputs(self, reference: Any, given: Any, weights: Sequence[Sequence[Parameter]]) -> None:
         pairs = list(self._pairs(reference, given, weights, "the output"))
@@ -139,7 +141,7 @@ class Comparison:
         largest = max((_largest(each) for each in gradients.values()), default=0.0)
         for name, whole, own in pairs:
             if name in self.parameters:
-                slices = self._mine(name, whole) if own.shape != whole.shape else ...
+                slices = self._own_slice(name, whole).slices if own.shape != whole.shape else ...
                 self._compare(f"the gradient of {name}", whole[slices], own, 0.01 * largest)
             else:
                 self._compare(name, whole, own)
@@ -165,7 +167,7 @@ class Comparison:
         for name, change in moved.items():
             if not self.engine.holds_now(self.parameters[name], change.shape):
                 continue  # another stage holds it
-            slices, value = self._mine(name, change), self.parameters[name].asnumpy()
+            slices, value = self._own_slice(name, change).slices, self.parameters[name].asnumpy()
             own, change = value.astype(np.float64) - self.whole[name][slices], change[slices]
             if name in self.gradients:
                 gradient = np.abs(self.gradients[name][slices])

@@ -10,9 +10,9 @@ from sporeloom.core.errors import ConfigError
 from sporeloom.core.log import counted
 from sporeloom.core.numbers import Count, Positive, number_problem
 from sporeloom.models.config import ModelConfig
+from sporeloom.strategy.axes import AXES, PART_NAMES, ROWS
 from sporeloom.strategy.config import V_SHAPED, Stages, Strategy
 from sporeloom.strategy.listed_schedule import ListedSchedule
-from sporeloom.strategy.mesh import AXES
 from sporeloom.strategy.stages import offloaded_layers, recomputed_layers
 
 MAX_DEVICES = 1 << 24
@@ -39,7 +39,7 @@ def spans_tensor_parallel(strategy: Strategy) -> str:
 def strategy_problems(strategy: Strategy) -> list[str]:
     """List the problems that do not depend on the model."""
     mesh, pipeline, problems = strategy.mesh, strategy.pipeline, []
-    for axis in (*AXES, "ep"):
+    for axis in (*AXES, *PART_NAMES):
         if problem := number_problem(mesh.degree(axis), Count):
             problems.append(f"{strategy.at('mesh.' + axis)} {problem}, got {mesh.degree(axis)}")
     if not problems and mesh.ep > mesh.dp and mesh.dp * mesh.tp % mesh.ep == 0 == mesh.ep % mesh.dp:
@@ -133,7 +133,7 @@ def _option_problems(strategy: Strategy) -> list[str]:
             )
         if "recompute.layers" in strategy.lines:
             problems.append(f"{strategy.at('recompute')} takes either layers or per_stage")
-    replicas, name = mesh.dp * mesh.cp, "mesh.dp x cp" if mesh.cp > 1 else "mesh.dp"
+    replicas, name = mesh.replicas, "mesh.dp x cp" if mesh.cp > 1 else "mesh.dp"
     if zero and replicas == 1:
         problems.append(f"{strategy.at('optimizer_parallel')} has no effect at mesh.dp = 1; remove it or raise mesh.dp")
     if zero and zero.shard_size is not None and (zero.shard_size < 2 or replicas % zero.shard_size):
@@ -190,26 +190,20 @@ def model_problems(strategy: Strategy, config: ModelConfig) -> list[str]:
 
 def _size_problems(strategy: Strategy, config: ModelConfig) -> list[str]:
     """Check heads, widths, vocabulary and experts against the axes that shard them."""
-    mesh, problems = strategy.mesh, []
-    sizes = {"num_heads": config.num_heads, "ffn_hidden_size": config.ffn_size, "vocab_size": config.vocab_size}
-    if config.experts:
-        sizes |= {"experts.ffn_hidden_size": config.expert_size}
-        sizes |= {"experts.shared_ffn_hidden_size": config.experts.shared_ffn_hidden_size}
-    for name, size in sizes.items():
-        if size % mesh.tp:
-            problems.append(
-                f"{strategy.at('mesh.tp')} = {mesh.tp} does not divide {name} = {size}; {_nearest(size, mesh.tp)}"
-                + (
-                    f"; or give the model rows that no token uses: vocab_size {_padded(size, mesh.tp)}"
-                    * (name == "vocab_size")
-                )
-            )
-    if not problems and config.kv_heads % mesh.tp and mesh.tp % config.kv_heads:
+    mesh, sizes = strategy.mesh, sizes_of(config)
+    problems = [
+        f"{strategy.at(f'mesh.{axis.name}')} = {degree} does not divide {name} = {size}; {_nearest(size, degree)}"
+        + f"; or give the model rows that no token uses: vocab_size {_padded(size, degree)}" * (name == "vocab_size")
+        for axis in ROWS
+        for name, size in sizes.items()
+        if name in axis.divides and size % (degree := mesh.degree(axis.name))
+    ]
+    if config.num_heads % mesh.tp == 0 and config.kv_heads % mesh.tp and mesh.tp % config.kv_heads:
         problems.append(
             f"{strategy.at('mesh.tp')} = {mesh.tp} neither divides num_kv_heads = {config.kv_heads} nor is a multiple of it; "
             f"{_nearest(config.num_heads, mesh.tp, config.kv_heads)}"
         )
-    heads = mesh.tp * mesh.cp
+    heads = mesh.head_shards
     if mesh.cp > 1 and strategy.context_parallel == "ulysses" and config.kv_heads % heads:
         problems.append(
             f"{strategy.at('context_parallel')}: ulysses shards heads of keys and values over tp x cp = {heads}, which does "
@@ -226,12 +220,19 @@ def _size_problems(strategy: Strategy, config: ModelConfig) -> list[str]:
         )
     if mesh.ep > 1 and not config.experts:
         problems.append(f"{strategy.at('mesh.ep')} = {mesh.ep}, but the model has no experts; leave it out")
-    elif config.experts and config.experts.num_experts % mesh.ep:
-        count = config.experts.num_experts
-        problems.append(
-            f"{strategy.at('mesh.ep')} = {mesh.ep} does not divide experts.num_experts = {count}; {_nearest(count, mesh.ep)}"
-        )
     return problems
+
+
+def sizes_of(config: ModelConfig) -> dict[str, int]:
+    """The sizes of a model that axes shard, by their names in its configuration (`Axis.divides`)."""
+    sizes = {"num_heads": config.num_heads, "ffn_hidden_size": config.ffn_size, "vocab_size": config.vocab_size}
+    if config.experts:
+        sizes |= {
+            "experts.ffn_hidden_size": config.expert_size,
+            "experts.shared_ffn_hidden_size": config.experts.shared_ffn_hidden_size,
+            "experts.num_experts": config.experts.num_experts,
+        }
+    return sizes
 
 
 def _layer_problems(strategy: Strategy, config: ModelConfig, has_others: bool) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Literal, cast
 
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.numbers import Count, Depth, Natural, Positive
+from sporeloom.strategy.axes import ROWS
 from sporeloom.strategy.layout import Layout
 from sporeloom.strategy.listed_schedule import ListedSchedule
 from sporeloom.strategy.mesh import Mesh
@@ -212,6 +213,14 @@ class Strategy:
             f"{self.at(key)}: engine spmd {what} on devices; remove it, or write `engine: mindspore`"
             for key, is_set, what in lacking
             if is_set
+        ]
+
+    def axis_problems(self, situation: str) -> list[str]:
+        """List the axes that a situation refuses (`Axis.refuses`)."""
+        return [
+            f"{self.at(f'mesh.{axis.name}')}: {axis.refuses[situation]}; leave {axis.name} out"
+            for axis in ROWS
+            if situation in axis.refuses and self.mesh.degree(axis.name) > 1
         ]
 
     def by_mindspore(self) -> Strategy:

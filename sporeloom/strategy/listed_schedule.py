@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from sporeloom.core.document import read_text
 from sporeloom.core.errors import ConfigError
-from sporeloom.core.reader import read_text
 
 KINDS: dict[str, Literal["forward", "backward", "weights"]] = {
     "F": "forward",

@@ -9,25 +9,26 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
+from sporeloom.core.document import Document, Keys, show_key
 from sporeloom.core.errors import ConfigError
-from sporeloom.core.reader import Document, Keys, Reader, is_a, read_yaml, show_key
+from sporeloom.core.reader import Reader, is_a, read_yaml
 from sporeloom.core.shipped import RULES, shipped_names, shipped_or_file
 from sporeloom.models.paths import alternatives
+from sporeloom.strategy.axes import LAYOUT_AXES, ROWS
 from sporeloom.strategy.checks import strategy_problems
-from sporeloom.strategy.config import ContextMethod, Pipeline, Rule, Rules, Schedule, Strategy
-from sporeloom.strategy.layout import EXPERT_AXIS, EXPERT_REPLICA_AXIS, GROUP_AXIS, KV_AXIS, Dim, Layout
+from sporeloom.strategy.config import Pipeline, Rule, Rules, Schedule, Strategy
+from sporeloom.strategy.layout import Dim, Layout
 from sporeloom.strategy.listed_schedule import read_schedule
-from sporeloom.strategy.mesh import AXES
 
 _RULES_KEYS = tuple(f.name for f in dataclasses.fields(Rules))
-SEQUENCE_AXIS = "sp"
-"""In a rule: tp where sequence parallel is on, nothing where it is off."""
-CONTEXT_AXES: dict[ContextMethod, str] = {"gather": "cp_tokens", "ulysses": "cp_heads"}
-"""In a rule: cp where `context_parallel` says this, nothing where it says the other."""
 Named = dict[str, tuple[str, ...]]
 """Axis of a rule -> mesh axes."""
-PARTS = (KV_AXIS, GROUP_AXIS, EXPERT_AXIS, EXPERT_REPLICA_AXIS)
-"""In a rule: axes that are a part of another axis."""
+NAMES_IN_RULES = (
+    *LAYOUT_AXES,
+    *(name for axis in ROWS for name in axis.set_by),
+    *(name for axis in ROWS for name in axis.parts),
+)
+"""Names of axes in rules."""
 
 
 def load_strategy(path: str | Path, for_inference: bool = False) -> Strategy:
@@ -67,10 +68,8 @@ def _plain(value: Any) -> Any:
 def _strategy(document: Document, for_inference: bool = False) -> Strategy:
     reader, given = Reader(document), document.mapping
     values = reader.fields(given, Strategy, skip=("rules",))
-    named = _named_axes(
-        bool(values.get("sequence_parallel", False)) and not for_inference,
-        str(values.get("context_parallel", Strategy.context_parallel)),
-    )
+    settings = {**values, "sequence_parallel": values.get("sequence_parallel", False) and not for_inference}
+    named = _named_axes(settings)
     rules = _strategys_rules(reader, given["rules"], named) if "rules" in given else Rules()
     if isinstance(pipeline := values.get("pipeline"), Pipeline):
         values["pipeline"] = _with_listed_schedule(reader, pipeline)
@@ -81,7 +80,7 @@ def _strategy(document: Document, for_inference: bool = False) -> Strategy:
     if problems := strategy_problems(strategy):
         raise ConfigError(problems)
     if for_inference:
-        mesh, pipeline = strategy.mesh.with_cp_as_replicas(), strategy.pipeline
+        mesh, pipeline = strategy.mesh.for_inference(), strategy.pipeline
         is_interleaved = pipeline.virtual_stages > 1 or pipeline.listed
         return dataclasses.replace(
             strategy,
@@ -114,11 +113,13 @@ def _with_listed_schedule(reader: Reader, pipeline: Pipeline) -> Pipeline:
         return pipeline
 
 
-def _named_axes(sequence_parallel: bool, context_parallel: str) -> Named:
-    """Mesh axes of the axis names in rules that depend on a strategy's settings."""
-    named: Named = dict.fromkeys((SEQUENCE_AXIS, *CONTEXT_AXES.values()), ())
-    named |= {SEQUENCE_AXIS: ("tp",)} if sequence_parallel else {}
-    return named | {axis: ("cp",) for method, axis in CONTEXT_AXES.items() if method == context_parallel}
+def _named_axes(settings: Mapping[str, Any]) -> Named:
+    """Mesh axes of the axis names in rules that depend on the settings of a strategy."""
+    return {
+        name: (axis.name,) if settings.get(key, getattr(Strategy, key)) == value else ()
+        for axis in ROWS
+        for name, (key, value) in axis.set_by.items()
+    }
 
 
 def load_rules(path: Path, like: Strategy) -> Rules:
@@ -128,7 +129,7 @@ def load_rules(path: Path, like: Strategy) -> Rules:
         ConfigError: all problems of the file.
     """
     problems: list[str] = []
-    rules = _whole_file(path, problems, _named_axes(like.sequence_parallel, like.context_parallel))
+    rules = _whole_file(path, problems, _named_axes(vars(like)))
     if problems:
         raise ConfigError(problems)
     return rules
@@ -214,7 +215,7 @@ def _rule(reader: Reader, value: Any, keys: Keys, named: Named) -> Rule:
 
 
 def _layouts(reader: Reader, value: Any, keys: Keys, named: Named) -> tuple[Layout, ...]:
-    pattern, axes_of_layouts = keys[-1], (*AXES[1:], *named, *PARTS)
+    pattern = keys[-1]
     if not isinstance(value, list) or not all(isinstance(layout, list) for layout in value):
         reader.problem(keys, f"{pattern}: a list with one layout per input is expected, e.g. [[dp, ~], [tp, ~]]")
         return ()
@@ -224,10 +225,10 @@ def _layouts(reader: Reader, value: Any, keys: Keys, named: Named) -> tuple[Layo
         for dim in layout:
             axes = [] if dim is None else dim if isinstance(dim, list) else [dim]
             for axis in axes:
-                if axis not in axes_of_layouts:
+                if axis not in NAMES_IN_RULES:
                     reader.problem(
                         keys,
-                        f"{pattern}: {axis!r} is not a mesh axis of a layout; use {', '.join(axes_of_layouts)} or ~",
+                        f"{pattern}: {axis!r} is not a mesh axis of a layout; use {', '.join(NAMES_IN_RULES)} or ~",
                     )
             dims.append(tuple(name for axis in map(str, axes) for name in named.get(axis, (axis,))))
         layouts.append(tuple(dims))

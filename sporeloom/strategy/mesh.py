@@ -12,11 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sporeloom.core.numbers import Count
-
-AXES = ("pp", "dp", "cp", "tp")
-"""The usual order, outer to inner. A strategy file may order them otherwise. `ep` is not an axis of its own: it is
-a part of dp."""
-
+from sporeloom.strategy.axes import AXES, BY_NAME, LAYOUT_AXES, PART_NAMES, ROWS
 
 SERVER, EVEN = 8, (1, 2, 4, 8)
 """Devices of a server of the first Ascend 910, and the numbers of them per server that MindSpore accepts in a
@@ -49,8 +45,10 @@ class Mesh:
     """All axes, outer to inner."""
 
     def __init__(self, *, order: Sequence[str] | None = None, **degrees: Any):
-        if unknown := set(degrees) - {*AXES, "ep"}:
-            raise TypeError(f"no axes of a mesh: {', '.join(sorted(unknown))}; there are {', '.join(AXES)}, ep")
+        if unknown := set(degrees) - BY_NAME.keys():
+            raise TypeError(
+                f"no axes of a mesh: {', '.join(sorted(unknown))}; there are {', '.join((*AXES, *PART_NAMES))}"
+            )
         object.__setattr__(self, "ep", degrees.get("ep", 1))
         degrees = {"dp" if axis == "ep" and "dp" not in degrees else axis: n for axis, n in degrees.items()}
         for axis in AXES:
@@ -70,12 +68,24 @@ class Mesh:
         """Number of ranks of one pipeline stage."""
         return self.size // self.pp
 
-    def with_cp_as_replicas(self) -> Mesh:
-        """The same ranks without context parallel: those of cp take sequences of their own."""
-        if self.cp == 1:
+    @property
+    def replicas(self) -> int:
+        """Number of ranks that hold the same weights, over which optimizer parallelism can shard them."""
+        return math.prod(self.degree(axis.name) for axis in ROWS if axis.is_replica)
+
+    @property
+    def head_shards(self) -> int:
+        """Number of ranks over which attention can have its heads sharded."""
+        return math.prod(self.degree(axis.name) for axis in ROWS if axis.shards_heads)
+
+    def for_inference(self) -> Mesh:
+        """The same ranks without the axes that are for training, along which they become replicas."""
+        degrees = {axis.name: self.degree(axis.name) for axis in ROWS}
+        removed = [axis.name for axis in ROWS if axis.is_for_training and degrees[axis.name] > 1]
+        if not removed:
             return self
-        order = tuple(axis for axis in self.order if axis != "cp")
-        return Mesh(order=order, pp=self.pp, dp=self.dp * self.cp, ep=self.ep, tp=self.tp)
+        degrees["dp"] *= math.prod(degrees.pop(axis) for axis in removed)
+        return Mesh(order=tuple(axis for axis in self.order if axis not in removed), **degrees)
 
     @property
     def first_rank_of_last_stage(self) -> int:
@@ -90,7 +100,7 @@ class Mesh:
     @property
     def sharding_axes(self) -> dict[str, int]:
         """Degrees above 1 of the axes within a stage, outer to inner: MindSpore's device matrix."""
-        return {axis: self.degree(axis) for axis in self.order if axis != "pp" and self.degree(axis) > 1}
+        return {axis: self.degree(axis) for axis in self.order if axis in LAYOUT_AXES and self.degree(axis) > 1}
 
     @property
     def uneven_groups(self) -> str:
@@ -102,8 +112,11 @@ class Mesh:
     @property
     def degrees(self) -> dict[str, int]:
         """Degrees to print: pp, dp and tp, and every other above 1, outer to inner."""
-        shown = {axis: self.degree(axis) for axis in self.order if axis in ("pp", "dp", "tp") or self.degree(axis) > 1}
-        return {**shown, "ep": self.ep} if self.ep > 1 else shown
+        return {
+            axis: self.degree(axis)
+            for axis in (*self.order, *PART_NAMES)
+            if BY_NAME[axis].is_shown or self.degree(axis) > 1
+        }
 
     @property
     def expert_axes(self) -> tuple[str, str]:

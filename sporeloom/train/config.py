@@ -13,10 +13,11 @@ from typing import Any, ClassVar
 
 from sporeloom.checkpoint.contents import is_trained
 from sporeloom.checkpoint.manifest import checkpoints
+from sporeloom.core.document import Document
 from sporeloom.core.errors import ConfigError, Problems
 from sporeloom.core.files import unwritable
 from sporeloom.core.numbers import number_problems
-from sporeloom.core.reader import Document, fields_from
+from sporeloom.core.reader import fields_from
 from sporeloom.data.random_ltd import RandomLTD
 from sporeloom.data.sample_order import Sizes
 from sporeloom.data.tokenizer import find_tokenizer
@@ -398,8 +399,7 @@ def _strategy_problems(
     yield from config.ema_problems(strategy)
     yield from launch_problems(strategy, num_processes) if num_processes is not None else []
     yield from model_problems(strategy, model) if model else []
-    if config.samples_texts and strategy.mesh.cp > 1:
-        yield f"{strategy.at('mesh.cp')}: texts are sampled a token at a time; leave cp out"
+    yield from strategy.axis_problems("sampling") if config.samples_texts else []
     if strategy.optimizer_on_host and not config.optimizer.startswith("adamw"):
         yield f"{strategy.at('offload.optimizer')}: AdamW's moments can be moved, not those of --optimizer {config.optimizer}"
     if strategy.pipeline.virtual_stages > 1 and config.task in ("dpo", "kto", "grpo", "ppo"):
@@ -429,8 +429,7 @@ def _random_ltd_problems(
         yield f"--random-ltd-min-value: {model.num_layers} layers have none between the first and the last"
     if model.experts:
         yield "--random-ltd-min-value: expert capacity is counted in full sequences; leave it out"
-    if strategy.mesh.cp > 1:
-        yield f"{strategy.at('mesh.cp')}: --random-ltd-min-value needs full sequences on every rank; leave cp out"
+    yield from strategy.axis_problems("random-LTD")
     least, most, growth = dropping.min_value, dropping.max_value, dropping.seq_per_step
     if least > most:
         yield f"--random-ltd-min-value {least} is outside 1 .. {most}, the tokens of a sequence"

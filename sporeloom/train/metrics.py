@@ -19,7 +19,7 @@ from sporeloom.core.errors import ConfigError
 from sporeloom.core.files import write_text_atomically
 from sporeloom.core.json_text import json_text
 from sporeloom.core.lines import file_lines
-from sporeloom.models.config import ExpertConfig
+from sporeloom.models.parts.experts import ExpertConfig
 from sporeloom.train.trackers import Tracker
 
 SHOWN = {
@@ -65,7 +65,7 @@ class StepMetrics:
 
 
 def expert_metrics(counts: NDArray[np.float32], experts: ExpertConfig) -> dict[str, Any]:
-    """Metrics of what the layers of experts counted in a step: (layers, E + 2), see `sporeloom.nn.moe.LoadCounter`.
+    """Metrics of what the layers of experts counted in a step: (layers, E + 2), see `sporeloom.nn.router_losses.LoadCounter`.
 
     `dropped_tokens`: choices that found no room at their expert, in all layers. `busiest_expert`: tokens given to the expert
     that was given most, in the layer where that is most: times what balance would give it. `router_entropy`: of the

@@ -50,7 +50,7 @@ def write_rank_files(
         for rank in range(mesh.size):
             stage = mesh.coordinate(rank, "pp")
             held = [parameter for parameter in report.parameters if stage in _stages(parameter, report, strategy)]
-            shards = {p.name: weights[logical_name(p.name)][held_part(p, mesh, rank)] for p in held}
+            shards = {p.name: weights[logical_name(p.name)][held_part(p, mesh, rank).slices] for p in held}
             entries = [{"name": name, "data": Tensor(np.ascontiguousarray(shard))} for name, shard in shards.items()]
             (partial / f"rank_{rank}").mkdir()
             ms.save_checkpoint(entries, str(partial / f"rank_{rank}" / f"checkpoint_{rank}.ckpt"))

@@ -14,6 +14,7 @@ from sporeloom.core.errors import ConfigError
 from sporeloom.core.lines import split_lines
 from sporeloom.core.locks import is_being_written
 from sporeloom.core.numbers import MAX_COUNT
+from sporeloom.strategy.axes import BY_NAME
 from sporeloom.train.history import METRICS, History
 
 CONFIG, SUMMARY = "config.json", "summary.json"
@@ -60,7 +61,7 @@ class RecordedRun:
     def mesh(self) -> str:
         """Degrees other than 1: `dp2 tp4`."""
         mesh = _mapping(_mapping(self.settings.get("strategy")).get("mesh"))
-        degrees = [f"{axis}{mesh[axis]}" for axis in ("pp", "dp", "cp", "ep", "tp") if mesh.get(axis, 1) != 1]
+        degrees = [f"{axis}{mesh[axis]}" for axis in BY_NAME if mesh.get(axis, 1) != 1]
         return " ".join(degrees) or "1 device"
 
     @property

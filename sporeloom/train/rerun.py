@@ -55,7 +55,7 @@ def _held(engine: Engine, step: TrainStep, report: Report) -> dict[str, Paramete
     for parameter in step.get_parameters():
         name = parameter.name
         is_reported = bool({name, name.partition(".")[2]} & report.by_name.keys())
-        others = is_reported and engine.held_slices(name, tuple(report.of(name).global_shape)) is None
+        others = is_reported and engine.held_slice(name, tuple(report.of(name).global_shape)) is None
         if not others and not name.startswith(ACCUMULATED):  # other stages' parameters are in the step, too
             found[name] = parameter
     return found

@@ -23,7 +23,7 @@ from sporeloom.checkpoint.manifest import LATEST, MANIFEST, Manifest, checkpoint
 from sporeloom.checkpoint.model_folder import check_shapes, open_weights
 from sporeloom.checkpoint.sharded import (
     CheckpointReader,
-    Slice,
+    LocalTensor,
     damage,
     finish,
     remove_leftovers,
@@ -38,6 +38,7 @@ from sporeloom.models.adapters import is_adapter
 from sporeloom.parallel.report import Report
 from sporeloom.runtime.engine import Engine
 from sporeloom.runtime.spmd.program import Source
+from sporeloom.strategy.tensor_slice import TensorSlice
 
 WEIGHTS = "model."
 STATES = (WEIGHTS, "value_head.", *BESIDE_WEIGHTS)
@@ -179,7 +180,7 @@ class Saver:
             error, self._error = self._error, None
             raise error
 
-    def _snapshot(self) -> dict[str, Slice]:
+    def _snapshot(self) -> dict[str, LocalTensor]:
         """This rank's part of the state: what no other rank writes."""
         result = {}
         parameters = state_parameters(self.cell)
@@ -187,22 +188,21 @@ class Saver:
         for name, parameter in parameters.items():
             shape = _whole_shape(name, self.report)
             if name in whole:
-                slices = tuple(slice(0, length) for length in shape) if self.engine.rank == 0 else None
+                part = TensorSlice.full(shape) if self.engine.rank == 0 else None
             else:
-                slices = self.engine.slices_to_write(name, self.report.of(name))
-            if slices is not None:
-                start = tuple(s.start for s in slices)
+                part = self.engine.slice_to_write(name, self.report.of(name))
+            if part is not None:
                 array = parameter.asnumpy().copy()  # the graph continues to write into its own buffers
-                result[logical_name(name)] = Slice(array, start, shape)
+                result[logical_name(name)] = LocalTensor(array, part.start, shape)
         return result
 
-    def _write_and_remember(self, step: int, slices: Mapping[str, Slice], about: Mapping[str, Any]) -> None:
+    def _write_and_remember(self, step: int, slices: Mapping[str, LocalTensor], about: Mapping[str, Any]) -> None:
         try:
             self._write(step, slices, about)
         except Exception as error:
             self._error = error
 
-    def _write(self, step: int, slices: Mapping[str, Slice], about: Mapping[str, Any]) -> None:
+    def _write(self, step: int, slices: Mapping[str, LocalTensor], about: Mapping[str, Any]) -> None:
         partial = self.root / f".step-{step:08d}.{self.token}.partial"
         try:
             write_parts(partial, self.engine.rank, slices)
@@ -290,8 +290,8 @@ def load_state(cell: nn.Cell, engine: Engine, report: Report, folder: Path, mani
             problems.append(f"{folder / MANIFEST}: {logical} {found}; the run's is {whole}")
             continue
         is_whole = name in on_every_rank
-        slices = tuple(slice(0, length) for length in whole) if is_whole else engine.held_slices(name, whole)
-        parts.append((parameter, slices, partial(reader.read, logical)))
+        held = TensorSlice.full(whole) if is_whole else engine.held_slice(name, whole)
+        parts.append((parameter, held, partial(reader.read, logical)))
     known = {logical_name(name) for name in parameters}
     problems += [
         f"{folder / MANIFEST}: {name} does not belong to the run" for name in manifest.tensors if name not in known
@@ -341,7 +341,7 @@ def start_from(
             del shapes[name]
     check_shapes(found, shapes, str(folder))
     wanted = [name for name in shapes if not (only_frozen and parameters[name].requires_grad)]
-    held = {name: engine.held_slices(parameters[name].name, shapes[name]) for name in wanted}
+    held = {name: engine.held_slice(parameters[name].name, shapes[name]) for name in wanted}
     _hold_all([(parameters[name], held[name], partial(weights.read, name)) for name in wanted], engine)
 
 
@@ -352,8 +352,8 @@ def begin_averages(cell: nn.Cell, engine: Engine, report: Report) -> None:
     for name, average in parameters.items():
         if name.startswith(AVERAGES):
             weight = parameters[name.removeprefix(AVERAGES)]
-            slices = engine.held_slices(name, tuple(report.of(name).global_shape))
-            parts.append((average, slices, lambda _, weight=weight: weight.asnumpy().copy()))  # type: ignore[misc]
+            held = engine.held_slice(name, tuple(report.of(name).global_shape))
+            parts.append((average, held, lambda _, weight=weight: weight.asnumpy().copy()))  # type: ignore[misc]
     _hold_all(parts, engine)
 
 
@@ -376,7 +376,7 @@ def averaged_weights(cell: nn.Cell) -> Iterator[None]:
         give(before)
 
 
-Part = tuple[Parameter, tuple[slice, ...] | None, Callable[[tuple[slice, ...]], Any]]
+Part = tuple[Parameter, TensorSlice | None, Callable[[TensorSlice], Any]]
 """Yield a parameter, its shard on this rank, and the function that reads it."""
 
 
@@ -397,10 +397,10 @@ def _hold_all(parts: Iterable[Part], engine: Engine) -> None:
         raise ConfigError(problems or split_lines(told))
 
 
-def _hold(parameter: Parameter, slices: tuple[slice, ...] | None, read: Callable[[tuple[slice, ...]], Any]) -> None:
+def _hold(parameter: Parameter, part: TensorSlice | None, read: Callable[[TensorSlice], Any]) -> None:
     """Set a parameter to the shard that this rank computes with, if it has one."""
-    if slices is not None and tuple(parameter.shape) == tuple(s.stop - s.start for s in slices):
-        data = Tensor(np.ascontiguousarray(read(slices)), dtype=parameter.dtype)
+    if part is not None and tuple(parameter.shape) == part.shape:
+        data = Tensor(np.ascontiguousarray(read(part)), dtype=parameter.dtype)
         parameter.set_data(
             data, slice_shape=parameter.sliced
         )  # otherwise MindSpore would slice it again for the next graph

@@ -12,25 +12,25 @@ from typing import Any
 
 from sporeloom.checkpoint.contents import BESIDE_WEIGHTS, FACTORED
 from sporeloom.checkpoint.sharded import file_name
-from sporeloom.checkpoint.shards import Shard, whole
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.processes import end_with_parent
 from sporeloom.models.config import ModelConfig
 from sporeloom.runtime.environment import prepare_environment
 from sporeloom.strategy.checks import model_problems
 from sporeloom.strategy.config import Strategy
+from sporeloom.strategy.tensor_slice import TensorSlice
 
 
 def shards_for(
     strategy: Strategy, family: str, model: ModelConfig, shapes: Mapping[str, Sequence[int]]
-) -> dict[str, list[Shard]]:
+) -> dict[str, list[tuple[str, TensorSlice]]]:
     """Shards of the tensors of a model, and of its optimizer's state, on the ranks of a strategy.
 
     Raises:
         ConfigError: the strategy cannot shard the model.
     """
     if strategy.mesh.size == 1:
-        return {name: [(file_name(0), whole(shape))] for name, shape in shapes.items()}
+        return {name: [(file_name(0), TensorSlice.full(shape))] for name, shape in shapes.items()}
     if problems := model_problems(strategy, model):
         raise ConfigError(problems)
     # MindSpore takes 400 MB: a process of its own gives them back.
@@ -40,9 +40,9 @@ def shards_for(
     for name, shape in shapes.items():
         prefix = next((moment for moment in BESIDE_WEIGHTS if name.startswith(moment)), "")
         if prefix in FACTORED:  # unsharded on every rank
-            found[name] = [(file_name(0), whole(shape))]
+            found[name] = [(file_name(0), TensorSlice.full(shape))]
         else:
-            found[name] = [(file_name(rank), slices) for rank, slices in parts[name.removeprefix(prefix)]]
+            found[name] = [(file_name(rank), part) for rank, part in parts[name.removeprefix(prefix)]]
     return found
 
 

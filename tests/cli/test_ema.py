@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from sporeloom.checkpoint.manifest import read_manifest
 from sporeloom.checkpoint.sharded import CheckpointReader
-from sporeloom.checkpoint.shards import whole
+from sporeloom.strategy.tensor_slice import TensorSlice
 
 DECAY, STEPS = 0.75, 3
 TRAIN = ("tools/train.py", "--data", ROOT / "examples" / "small_town.txt", "--config", TWO_LAYERS, "--seq-len", 32)
@@ -29,7 +29,7 @@ def state(out, step):
     folder = out / "checkpoints" / f"step-{step:08d}"
     manifest = read_manifest(folder)
     reader = CheckpointReader(folder, manifest)
-    return {name: reader.read(name, whole(entry.shape)) for name, entry in manifest.tensors.items()}
+    return {name: reader.read(name, TensorSlice.full(entry.shape)) for name, entry in manifest.tensors.items()}
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,10 @@ microbatches as stages, two virtual stages at the most and, but for the longest,
 import dataclasses
 from pathlib import Path
 
+from strategy_names import family_and_size
+
 from sporeloom.dry_run.compile import compile_ranks
-from sporeloom.models.family import family_and_size, size_config
+from sporeloom.models.family import size_config
 from sporeloom.planner.closed_forms import collective_bytes, job_of, parameter_bytes
 from sporeloom.planner.dimensions import of_decoder
 from sporeloom.runtime.environment import launched_processes, launched_rank

@@ -6,8 +6,9 @@ import json
 
 import pytest
 from conftest import CONFIGS, call
+from strategy_names import family_and_size
 
-from sporeloom.models.family import family_and_size, size_config
+from sporeloom.models.family import size_config
 from sporeloom.strategy.checks import model_problems
 from sporeloom.strategy.loader import load_strategy
 

@@ -205,7 +205,7 @@ def sharded_model(model, grid, parameters, inputs):
 
 def part_of(parameters, name, num_dims, grid):
     """(shape, rank) -> which part of a parameter a rank holds."""
-    return GridLayout(ValueLayout(parameters.get(name, ((),) * num_dims)), grid, ()).operator_slices
+    return GridLayout(ValueLayout(parameters.get(name, ((),) * num_dims)), grid, ()).operator_slice
 
 
 def run(model, grid, parameters, values, inputs, folder, updated=False):

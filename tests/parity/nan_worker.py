@@ -32,7 +32,7 @@ def before_and_after(checkpoint, prompts, strategy=None, by_operators=True, dtyp
     decoding = (CachedDecoder if by_operators else cached)(engine, net, config, ROWS, SLOTS, CHUNK)
     told = [_texts(decoding, engine, prompts)]
     for parameter in net.get_parameters():
-        if CACHE in parameter.name and engine.held_slices(
+        if CACHE in parameter.name and engine.held_slice(
             parameter.name, (ROWS, config.kv_heads, SLOTS, config.head_size)
         ):
             parameter = getattr(parameter, "in_float32", parameter)

@@ -15,9 +15,9 @@ from sporeloom.core.errors import ConfigError
 from sporeloom.dry_run.compile import rank_report
 from sporeloom.dry_run.partitioned import partition_custom
 from sporeloom.runtime import auto_parallel as module
-from sporeloom.runtime.backend import Slices
 from sporeloom.runtime.environment import launched_processes, launched_rank
 from sporeloom.strategy.loader import strategy_of
+from sporeloom.strategy.tensor_slice import TensorSlice
 
 STEPS = 4
 
@@ -274,15 +274,15 @@ def train(name, way, mesh, settings=None):
     losses = WAYS[way](net, batch if way == "model" else tuple(map(Tensor, batch)))
     parts = {}
     for parameter in inner.get_parameters():
-        whole: Slices = tuple(slice(0, n) for n in parameter.shape)
+        part = TensorSlice.full(parameter.shape)
         engine = next(iter(module._engines.values()), None) if mesh else None
         if engine and not engine.holds_now(parameter, inner.parallel_report.of(parameter.name).global_shape):
             continue  # another stage does
         layout = engine.backend.layouts.get(parameter.name) if engine else None
         if layout is not None:
             report = inner.parallel_report.of(parameter.name)
-            whole = layout.slices(report.global_shape, engine.rank, engine.backend.groups)
-        parts[parameter.name] = ([[s.start, s.stop] for s in whole], parameter.asnumpy().tolist())
+            part = layout.stored_slice(report.global_shape, engine.rank, engine.backend.groups)
+        parts[parameter.name] = ([[s.start, s.stop] for s in part.slices], parameter.asnumpy().tolist())
     for engine in module._engines.values():
         engine.close()
     return losses, parts

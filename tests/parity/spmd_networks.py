@@ -175,7 +175,7 @@ def compared(names, scheme, model, losses, parameters, inputs, backend):
     for mine in step.get_parameters():
         if layout := graph.layouts.get(mine.name):
             whole = parameters[mine.name]
-            expected = whole[layout.slices(whole.shape, backend.rank, {})]
+            expected = whole[layout.stored_slice(whole.shape, backend.rank, {}).slices]
             off = float((np.abs(mine.asnumpy() - expected) / (1 + np.abs(expected))).max(initial=0))
             owner = re.search(r"nets\.(\d+)\.", mine.name)
             name = names[int(owner[1])] if owner else names[0]

@@ -13,7 +13,8 @@ from mindspore import Tensor, nn, ops
 
 from sporeloom.models.config import ModelConfig
 from sporeloom.nn.decoder import Decoder
-from sporeloom.nn.moe import HashRouter, MoE
+from sporeloom.nn.moe import MoE
+from sporeloom.nn.routing import HashRouter
 
 CASE = "golden_modern/switch_moe_case_a"
 NAMES = {

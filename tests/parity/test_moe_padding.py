@@ -15,8 +15,8 @@ from sporeloom.data.batch import make_batch
 from sporeloom.data.examples import Example, example_batch
 from sporeloom.models.config import NO_LABEL, ModelConfig
 from sporeloom.models.family import family_module
-from sporeloom.nn.moe import TokenGroups
 from sporeloom.nn.objectives import PairwiseReward, Policy, Preference
+from sporeloom.nn.routing import TokenGroups
 from sporeloom.train.metrics import expert_metrics
 
 ms.set_context(mode=ms.GRAPH_MODE)

@@ -11,6 +11,7 @@ from conftest import CONFIGS, ROOT, call, fewer_microbatches, tool
 
 from sporeloom.checkpoint.manifest import FOLDER, read_manifest
 from sporeloom.checkpoint.sharded import CheckpointReader
+from sporeloom.strategy.tensor_slice import TensorSlice
 
 SHIPPED = ("one_device", "pangu_tiny_dp4", "pangu_tiny_dp2_tp2_zero", "pangu_tiny_tp2_pp2", "pangu_tiny_dp2_pp2")
 MESHES = SHIPPED
@@ -55,9 +56,7 @@ def losses(out, mesh, source):
 def tensors(folder):
     manifest = read_manifest(folder)
     reader = CheckpointReader(folder, manifest)
-    return {
-        name: reader.read(name, tuple(slice(0, n) for n in entry.shape)) for name, entry in manifest.tensors.items()
-    }
+    return {name: reader.read(name, TensorSlice.full(entry.shape)) for name, entry in manifest.tensors.items()}
 
 
 @pytest.mark.parametrize(("source", "target"), list(permutations(MESHES, 2)))

@@ -154,8 +154,10 @@ def compared(name, mesh, expected):
     for parameter, whole in zip(parameters, expected[1], strict=True):
         if not used[0].holds_now(parameter, whole.shape):
             continue  # another stage does
-        slices = used[0].held_slices(parameter.name, whole.shape) or ...
-        worst = max(worst, (off(parameter.asnumpy(), whole[slices], CLOSE_WEIGHTS), parameter.name))
+        part = used[0].held_slice(parameter.name, whole.shape)
+        worst = max(
+            worst, (off(parameter.asnumpy(), whole[part.slices if part else ...], CLOSE_WEIGHTS), parameter.name)
+        )
     close_engines()
     return *worst, dict(unsharded)
 

@@ -18,7 +18,7 @@ from sporeloom.checkpoint.huggingface import export_published, import_published,
 from sporeloom.checkpoint.manifest import read_manifest
 from sporeloom.checkpoint.model_folder import load_config, load_weights, save_checkpoint, write_config
 from sporeloom.checkpoint.reshard import export, reshard
-from sporeloom.checkpoint.sharded import Slice, damage, file_name, finish, write_parts
+from sporeloom.checkpoint.sharded import LocalTensor, damage, file_name, finish, write_parts
 from sporeloom.checkpoint.upcycle import open_dense
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.hashes import HASHES, write_hashes
@@ -30,6 +30,7 @@ from sporeloom.models.adapters import LoRAConfig
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.config_file import config_with_file
 from sporeloom.models.parameters import parameter_shapes
+from sporeloom.strategy.tensor_slice import TensorSlice
 
 FLIPS = 25
 """Of each file, besides one in its first and one in its last byte."""
@@ -44,7 +45,7 @@ def drawn(shapes):
 
 
 def whole_in_one_file(shapes):
-    return {name: [(file_name(0), tuple(slice(0, n) for n in shape))] for name, shape in shapes.items()}
+    return {name: [(file_name(0), TensorSlice.full(shape))] for name, shape in shapes.items()}
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +74,7 @@ def folders(tmp_path_factory):
     tokenize(TokenizeJob(DocumentSource((TEXT,)), FAMILY, vocabulary), root / "tokens", workers=0)
     partial = root / "states" / ".step-00000003.partial"
     moments = {p + name: shape for p in ("", "adam_m.", "adam_v.") for name, shape in shapes.items()}
-    write_parts(partial, 0, {name: Slice(v, (0,) * v.ndim, v.shape) for name, v in drawn(moments).items()})
+    write_parts(partial, 0, {name: LocalTensor(v, (0,) * v.ndim, v.shape) for name, v in drawn(moments).items()})
     write_config(partial, FAMILY, model)
     add_files(partial)
     schedule = {"learning_rate": 0.001, "min_learning_rate": 0.0001, "warmup_steps": 5, "decay_steps": 50}

@@ -13,9 +13,10 @@ from conftest import CONFIGS, ROOT, in_process
 
 from sporeloom.checkpoint.adapters import read_adapter
 from sporeloom.checkpoint.model_folder import load_config, write_config
+from sporeloom.core.document import Document
 from sporeloom.core.errors import ConfigError, printable
 from sporeloom.core.patterns import match_patterns
-from sporeloom.core.reader import Document, fields_from
+from sporeloom.core.reader import fields_from
 from sporeloom.data.chat_template import ChatTemplate
 from sporeloom.data.tokenizer import ChatMessage
 from sporeloom.models.family import size_config

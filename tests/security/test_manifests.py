@@ -10,12 +10,14 @@ from sporeloom.checkpoint.contents import check_contents
 from sporeloom.checkpoint.manifest import checkpoints, read_manifest
 from sporeloom.checkpoint.model_folder import load_config, load_weights, write_config
 from sporeloom.checkpoint.reshard import export, find_checkpoint, reshard
-from sporeloom.checkpoint.sharded import Slice, damage, file_name, finish, write_parts
+from sporeloom.checkpoint.sharded import LocalTensor, damage, file_name, finish, write_parts
+from sporeloom.core.document import Document
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.hashes import write_hashes
-from sporeloom.core.reader import Document, fields_from
+from sporeloom.core.reader import fields_from
 from sporeloom.models.family import size_config
 from sporeloom.models.parameters import parameter_shapes
+from sporeloom.strategy.tensor_slice import TensorSlice
 
 SMALL = {"vocab_size": 40, "hidden_size": 8, "num_layers": 2, "num_heads": 2, "seq_len": 6}
 
@@ -28,7 +30,7 @@ def saved(tmp_path):
     rng = np.random.RandomState(0)
     tensors = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
     partial = tmp_path / ".step-00000003.partial"
-    write_parts(partial, 0, {name: Slice(v, (0,) * v.ndim, v.shape) for name, v in tensors.items()})
+    write_parts(partial, 0, {name: LocalTensor(v, (0,) * v.ndim, v.shape) for name, v in tensors.items()})
     write_config(partial, "pangu", config)
     about = {
         "state": {"data": {}, "optimizer": {"name": "adamw"}, "schedule": {}},
@@ -63,9 +65,7 @@ def test_a_good_one_is_good_and_opens_as_a_model(saved, tmp_path):
     assert (tmp_path / "model" / "config.json").read_text() == (saved / "config.json").read_text()
     exported = load_weights(tmp_path / "model")
     assert all((exported[name] == value).all() for name, value in weights.items())
-    whole = {
-        name: [(file_name(0), tuple(slice(0, n) for n in e.shape))] for name, e in read_manifest(saved).tensors.items()
-    }
+    whole = {name: [(file_name(0), TensorSlice.full(e.shape))] for name, e in read_manifest(saved).tensors.items()}
     reshard(saved, tmp_path / "whole", whole, {})
     assert load_config(tmp_path / "whole") == (family, config)
     assert load_weights(tmp_path / "whole").keys() == weights.keys()

@@ -15,10 +15,11 @@ from conftest import ROOT
 from sporeloom.checkpoint.adapters import Adapter, write_adapter
 from sporeloom.checkpoint.manifest import checkpoints, read_manifest
 from sporeloom.checkpoint.model_folder import load_config, load_weights, save_checkpoint
-from sporeloom.checkpoint.sharded import Slice, damage, finish, remove_leftovers, remove_old, write_parts
+from sporeloom.checkpoint.sharded import LocalTensor, damage, finish, remove_leftovers, remove_old, write_parts
 from sporeloom.core import files
+from sporeloom.core.document import Document
 from sporeloom.core.files import recover_folder, replaced_folder, write_text_atomically
-from sporeloom.core.reader import Document, fields_from
+from sporeloom.core.reader import fields_from
 from sporeloom.data.rewrite import complete_or_absent
 from sporeloom.data.sources import DocumentSource
 from sporeloom.data.token_file import TokenFile, partial_folder
@@ -27,6 +28,7 @@ from sporeloom.models.adapters import LoRAConfig
 from sporeloom.models.family import size_config
 from sporeloom.models.parameters import parameter_shapes
 from sporeloom.strategy.certificate import write_certificate
+from sporeloom.strategy.tensor_slice import TensorSlice
 
 WRITING = ("os.", "shutil.", "open", "tempfile.")
 """How the audit events begin that Python raises before a call that may change the file system."""
@@ -111,7 +113,7 @@ def write_state(folder, value):
     """A checkpoint of a step that there is one of already, as after a spike of the loss."""
     remove_leftovers(folder.parent)
     partial = folder.parent / ".step-00000001.7.partial"
-    write_parts(partial, 0, {"a": Slice(np.full((4, 3), value, np.float32), (0, 0), (4, 3))})
+    write_parts(partial, 0, {"a": LocalTensor(np.full((4, 3), value, np.float32), (0, 0), (4, 3))})
     finish(partial, folder.parent, 1, 1, ABOUT)
 
 
@@ -123,7 +125,7 @@ def read_state(folder):
     assert (folder.parent / "latest").read_text() == "step-00000001\n"
     from sporeloom.checkpoint.sharded import CheckpointReader  # noqa: PLC0415
 
-    return float(CheckpointReader(folder, manifest).read("a", (slice(0, 1), slice(0, 1)))[0, 0])
+    return float(CheckpointReader(folder, manifest).read("a", TensorSlice((0, 0), (1, 1)))[0, 0])
 
 
 FOLDERS = {
@@ -197,7 +199,7 @@ def test_old_checkpoints_are_whole_or_gone(tmp_path):
         shutil.rmtree(tmp_path, ignore_errors=True)
         for step in (1, 2, 3):
             partial = tmp_path / f".step-{step:08d}.7.partial"
-            write_parts(partial, 0, {"a": Slice(np.zeros((4, 3), np.float32), (0, 0), (4, 3))})
+            write_parts(partial, 0, {"a": LocalTensor(np.zeros((4, 3), np.float32), (0, 0), (4, 3))})
             finish(partial, tmp_path, 1, step, ABOUT)
         was_killed = killed_at(number, lambda: remove_old(tmp_path, 1))
         found = checkpoints(tmp_path)

@@ -9,7 +9,7 @@ import pytest
 from sporeloom.core.errors import ConfigError
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import FAMILIES, family_module, size_config
-from sporeloom.models.parameters import num_parameters, parameter_shapes
+from sporeloom.models.parameters import num_parameters, parameter_shapes, parameter_specs
 
 COUNTS = {  # facts of the published models
     ("pangu", "embedded_1b"): 1_155_912_192,
@@ -62,6 +62,28 @@ def test_the_cells_have_the_parameters_that_the_configuration_says(family, size)
         net = family_module(family, "model").Model(config)
     assert {parameter.name: tuple(parameter.shape) for parameter in net.get_parameters()} == parameter_shapes(config)
     assert net.config.layers[-1] in dict(net.cells_and_names())
+
+
+PRODUCTS = ("MatMul", "BatchMatMul")
+
+
+@pytest.mark.parametrize(
+    ("family", "size"),
+    [("pangu", "tiny"), ("pangu", "embedded_tiny"), ("pangu", "pro_moe_tiny"), ("pangu", "2_tiny"), ("palm", "tiny")],
+)
+def test_a_parameter_that_is_declared_as_a_matrix_is_a_factor_of_a_product(family, size):
+    from mindspore.nn.utils import no_init_parameters  # noqa: PLC0415
+
+    from sporeloom.parallel.operators import operators, parameter_uses  # noqa: PLC0415
+
+    config = size_config(family, size)
+    with no_init_parameters():
+        net = family_module(family, "model").Model(config)
+    uses: dict[str, set[str]] = {}
+    for use in parameter_uses(operators(net)):
+        uses.setdefault(use.parameter.name, set()).add(use.operator.primitive.name)
+    factors = {name for name, kinds in uses.items() if kinds & set(PRODUCTS)}
+    assert factors == {spec.name for spec in parameter_specs(config) if spec.use == "matrix"}
 
 
 @pytest.mark.parametrize(("family", "size"), SIZES)

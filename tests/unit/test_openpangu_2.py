@@ -7,7 +7,7 @@ import pytest
 from mindspore import Tensor
 
 from sporeloom.models.family import size_config
-from sporeloom.models.streams import StreamsConfig
+from sporeloom.models.parts.streams import StreamsConfig
 from sporeloom.nn.attention import SlotMask, WindowMask
 from sporeloom.nn.causal_conv import CausalConv, ConvPlaces
 from sporeloom.nn.hyper_connections import StreamReader, StreamWriter

@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from sporeloom.core.document import Document
 from sporeloom.core.errors import ConfigError
-from sporeloom.core.reader import Document, fields_from
+from sporeloom.core.reader import fields_from
 from sporeloom.dialects.mindformers1.keys import MODEL
 from sporeloom.dialects.settings import InputKeys
 from sporeloom.models.config import ModelConfig

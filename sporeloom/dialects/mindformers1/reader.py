@@ -177,7 +177,7 @@ def _optimizer_parallel(book: InputKeys, recompute: Recompute | None, mesh: Mesh
     sharded = book.take(GRADIENTS, "optimizer_parallel.shard_accumulated_gradients", False)
     return OptimizerParallel(
         threshold_kb=threshold,
-        shard_size=None if size in (-1, None) else shard_size(book, SHARD_SIZE, size, mesh.dp * mesh.cp),
+        shard_size=None if size in (-1, None) else shard_size(book, SHARD_SIZE, size, mesh.replicas),
         shard_accumulated_gradients=bool(sharded or gradients),
         reshard_after_forward=again,
     )

@@ -296,7 +296,7 @@ def _optimizer_parallel(book: InputKeys, recompute: Recompute | None, mesh: Mesh
     if size == 1:
         return None
     key = PARALLELISM + "dense_fsdp_shard_size" if dense else key
-    replicas = mesh.dp * mesh.cp
+    replicas = mesh.replicas
     size = dense or (replicas if size == -1 else size)
     return OptimizerParallel(
         threshold_kb=threshold,

@@ -8,7 +8,8 @@ from typing import Any
 
 from sporeloom.dry_run.time.simulate import COMPUTE, RankTime, critical_path
 from sporeloom.planner.cluster import Cluster
-from sporeloom.planner.dimensions import Dimensions, Parallelism
+from sporeloom.planner.dimensions import Dimensions
+from sporeloom.planner.parallelism import Parallelism
 from sporeloom.planner.step_time import flops_per_device, step_time
 
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from sporeloom.core.reader import Document, fields_from
+from sporeloom.core.document import Document
+from sporeloom.core.reader import fields_from
 from sporeloom.integrations.mindformers.library import mindformers
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import size_config

@@ -20,6 +20,7 @@ from sporeloom.mindspore_compat.names import auto_parallel_context as mindspores
 from sporeloom.mindspore_compat.names import set_auto_parallel_context as set_mindspores_context
 from sporeloom.mindspore_compat.symbols import lacks, library
 from sporeloom.runtime.by_mindspore.sums import add_by_add_n, add_by_pairs
+from sporeloom.strategy.axes import ROWS
 from sporeloom.strategy.config import Strategy
 
 
@@ -50,7 +51,7 @@ def set_auto_parallel_context(strategy: Strategy, rank: int, layouts_file: Path 
         if zero.shard_size:
             config["optimizer_weight_shard_size"] = zero.shard_size
         settings = {"enable_parallel_optimizer": True, "parallel_optimizer_config": config}
-    if mesh.ep > 1 or mesh.cp > 1:
+    if any(axis.uses_alltoall and mesh.degree(axis.name) > 1 for axis in ROWS):
         settings["enable_alltoall"] = True  # else resharding to another dim uses all-gathers
     if strategy.pipeline.virtual_stages > 1:
         settings["pipeline_config"] = {"pipeline_interleave": True, "pipeline_scheduler": strategy.pipeline.schedule}

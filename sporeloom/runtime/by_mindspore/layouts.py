@@ -13,8 +13,8 @@ from mindspore import nn
 from sporeloom.core.errors import ConfigError
 from sporeloom.parallel.parts import held_part
 from sporeloom.parallel.report import Report
-from sporeloom.runtime.backend import Slices
 from sporeloom.strategy.layout import Shape, show
+from sporeloom.strategy.tensor_slice import TensorSlice
 
 
 @dataclass(frozen=True)
@@ -33,25 +33,20 @@ class CompiledLayout:
         """Number of shards of each dim in the operator's layout."""
         return tuple(1 if axis < 0 else self.device_matrix[-1 - axis] for axis in self.tensor_map)
 
-    def operator_slices(self, global_shape: Shape, rank: int) -> Slices:
-        """Slices of the full tensor that the operators of `rank` use."""
-        place = np.unravel_index(rank % int(np.prod(self.device_matrix)), self.device_matrix)
-        result = []
-        for size, cut, axis in zip(global_shape, self.shards, self.tensor_map, strict=True):
-            start = 0 if axis < 0 else int(place[-1 - axis]) * (size // cut)
-            result.append(slice(start, start + size // cut))
-        return tuple(result)
+    def operator_slice(self, global_shape: Shape, rank: int) -> TensorSlice:
+        """The part of the full tensor that the operators of `rank` use."""
+        coordinates = np.unravel_index(rank % int(np.prod(self.device_matrix)), self.device_matrix)
+        indices = [0 if axis < 0 else int(coordinates[-1 - axis]) for axis in self.tensor_map]
+        return TensorSlice.shard(global_shape, indices, self.shards)
 
-    def slices(self, global_shape: Shape, rank: int, groups: Mapping[str, Sequence[int]]) -> Slices:
-        """Slices of the full tensor that `rank` stores: its operators' shard, or with optimizer parallelism a shard of
-        that."""
-        result = list(self.operator_slices(global_shape, rank))
-        if self.optimizer_group and result:
-            ranks = groups[self.optimizer_group]
-            start, length = result[0].start, (result[0].stop - result[0].start) // len(ranks)
-            start += ranks.index(rank) * length
-            result[0] = slice(start, start + length)
-        return tuple(result)
+    def stored_slice(self, global_shape: Shape, rank: int, groups: Mapping[str, Sequence[int]]) -> TensorSlice:
+        """The part of the full tensor that `rank` stores: its operators' shard, or with optimizer parallelism a shard
+        of that."""
+        part = self.operator_slice(global_shape, rank)
+        if not self.optimizer_group or not global_shape:
+            return part
+        ranks = groups[self.optimizer_group]
+        return part.rows(ranks.index(rank), len(ranks))
 
 
 def read_layouts(raw_layouts: Mapping[str, Any]) -> dict[str, CompiledLayout]:
@@ -92,15 +87,11 @@ def _difference(
     said = report.by_name.get(name)
     if said is None:
         return
-    ours, theirs = held_part(said, report.mesh, rank), layout.slices(said.global_shape, rank, groups)
+    ours, theirs = held_part(said, report.mesh, rank), layout.stored_slice(said.global_shape, rank, groups)
     if ours != theirs:
         yield (
-            f"{said.rule or source}: {name} {said.global_shape}: by its rule rank {rank} holds {_bounds(ours)}, layout "
-            f"{show(said.layout)}; MindSpore compiled {_bounds(theirs)}, device matrix {layout.device_matrix}, tensor "
+            f"{said.rule or source}: {name} {said.global_shape}: by its rule rank {rank} holds {ours}, layout "
+            f"{show(said.layout)}; MindSpore compiled {theirs}, device matrix {layout.device_matrix}, tensor "
             f"map {layout.tensor_map}; give it to its operator as self.OPERATOR(..., self.PARAMETER), unchanged, so "
             "that the rule is its own"
         )
-
-
-def _bounds(slices: Slices) -> str:
-    return "[" + ", ".join(f"{s.start}:{s.stop}" for s in slices) + "]"

@@ -15,7 +15,7 @@ from mindspore import Parameter, Tensor, nn
 
 from sporeloom.core.errors import ConfigError
 from sporeloom.mindspore_compat.names import cell_graph_executor, mind_ir
-from sporeloom.parallel.sharding import operators
+from sporeloom.parallel.operators import operators
 from sporeloom.runtime.compiler import faster_compilation
 from sporeloom.runtime.spmd.branches import why_branching_fails
 from sporeloom.runtime.spmd.inlining import BranchError, inline_functions

@@ -9,7 +9,6 @@ program shares its parameters, cannot be verified without devices.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import mindspore as ms
@@ -21,10 +20,9 @@ from sporeloom.core.log import milestone
 from sporeloom.mindspore_compat.names import mind_ir
 from sporeloom.partition.graph import Name, TensorType
 from sporeloom.partition.rank_mindir import group_name
-from sporeloom.partition.sharded_graph import item_size
 from sporeloom.runtime.device_backend import DeviceBackend, meet
 from sporeloom.runtime.spmd.backend import SpmdBackend
-from sporeloom.runtime.spmd.collectives import attributes, collective_nodes, output_of
+from sporeloom.runtime.spmd.collectives import collective_nodes
 from sporeloom.runtime.spmd.message_chain import Message, chain
 from sporeloom.runtime.spmd.program import LoadedProgram, materialize
 from sporeloom.runtime.spmd.rank_graph import RankGraph
@@ -125,33 +123,6 @@ def _channel(source: int, target: int) -> str:
 
 def _dtype(type: TensorType) -> Any:
     return getattr(ms, "bool_" if type.dtype == "bool" else type.dtype)
-
-
-@dataclass(frozen=True)
-class Collective:
-    """A collective in one rank's graph, which must match those of the other ranks at the same position of its group."""
-
-    group: str
-    kind: str
-    how: tuple[tuple[str, Any], ...]
-    """Attributes of MindSpore's operator except for the group."""
-    num_bytes: int
-
-
-def collectives_of(model: mind_ir.ModelProto) -> list[Collective]:
-    """The collectives of a rank's graph, in order of execution."""
-    found = []
-    for node, primitive in collective_nodes(model):
-        known, output = attributes(primitive), output_of(node)
-        group = known.pop("group")
-        dtype = mind_ir.TensorProto.DataType.Name(output.data_type).lower()
-        size = int(np.prod(output.dims, dtype=np.int64)) * item_size(DTYPES.get(dtype, dtype))
-        found.append(Collective(group, primitive.op_type, tuple(sorted(known.items())), size))
-    return found
-
-
-DTYPES = {"float": "float32", "double": "float64"}
-"""MindIR's names of element types, where they differ from NumPy's."""
 
 
 def put_in_order(model: mind_ir.ModelProto) -> None:

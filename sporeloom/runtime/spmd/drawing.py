@@ -15,6 +15,7 @@ from mindspore.nn.utils import no_init_parameters
 from numpy.typing import NDArray
 
 from sporeloom.runtime.spmd.program import Source
+from sporeloom.strategy.tensor_slice import TensorSlice
 
 DRAWS_NOTHING = (initializer.Zero, initializer.One, initializer.Constant)
 DRAWS_ONCE = (
@@ -39,7 +40,7 @@ def drawing_later() -> Iterator[None]:
             parameter.source = Source(shape, _drawn(init, shape, np.random.get_state()))
             np.random.randint(low=1, high=1 << 63, dtype=np.int64)  # the seed that the initializer would take
         elif type(init) in DRAWS_NOTHING:
-            parameter.source = Source(shape, lambda slices: _filled(init, [s.stop - s.start for s in slices]))
+            parameter.source = Source(shape, lambda part: _filled(init, part.shape))
         else:
             parameter.init_data()
 
@@ -51,15 +52,15 @@ def drawing_later() -> Iterator[None]:
             Parameter.__init__ = make
 
 
-def _drawn(init: Any, shape: tuple[int, ...], state: Any) -> Callable[[tuple[slice, ...]], NDArray[Any]]:
+def _drawn(init: Any, shape: tuple[int, ...], state: Any) -> Callable[[TensorSlice], NDArray[Any]]:
     """A function that returns a slice of the values drawn with this state of the generator."""
 
-    def read(slices: tuple[slice, ...]) -> NDArray[Any]:
+    def read(part: TensorSlice) -> NDArray[Any]:
         now = np.random.get_state()
         np.random.set_state(state)
         whole = _filled(init, shape)
         np.random.set_state(now)
-        return np.ascontiguousarray(whole[slices])
+        return np.ascontiguousarray(whole[part.slices])
 
     return read
 

@@ -8,7 +8,6 @@ the tuples that contain them exist only during the evaluation. The result contai
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -68,43 +67,6 @@ def inline_functions(model: mind_ir.ModelProto) -> int:
         InliningError: a function is used in an unsupported way.
     """
     return _Inliner(model).run() if model.functions else 0
-
-
-def calls_of_functions(model: mind_ir.ModelProto) -> Counter[str]:
-    """Number of calls of each function in a step; backward functions are called by the closures that forward functions
-    return."""
-    functions, kinds = {f.name: f for f in model.functions}, {p.name: p.op_type for p in model.primitives}
-    nodes = [node for graph in (model.graph, *model.functions) for node in graph.node]
-    numbers = {node.output[0]: _number(node) for node in nodes if node.op_type == "Constant"}
-    known: dict[str, tuple[Value, Counter[str]]] = {}
-
-    def given_by(name: str) -> tuple[Value, Counter[str]]:
-        if name not in known:
-            known[name] = evaluate(functions[name])
-        return known[name]
-
-    def evaluate(graph: mind_ir.GraphProto) -> tuple[Value, Counter[str]]:
-        env, calls = dict[str, Value](), Counter[str]()
-        for node in graph.node:
-            target = node.op_type.removeprefix("REF::")
-            kind, given = kinds.get(target, node.op_type), [env.get(name, name) for name in node.input]
-            called = env.get(target, Closure(target, ()) if target in functions else target)
-            result: Value = node.output[0]
-            if isinstance(called, Closure):
-                result, within = given_by(called.function)
-                calls += Counter([called.function]) + within
-            elif kind == "Partial":
-                result = Closure(node.input[0], ())
-            elif kind == "MakeTuple":
-                result = Items(tuple(given))
-            elif kind == "TupleGetItem" and isinstance(given[0], Items):
-                result = given[0].items[numbers[node.input[1]]]
-            elif kind == "Depend":
-                result = given[0]
-            env[node.output[0]] = result
-        return env.get(graph.output[0].name, graph.output[0].name), calls
-
-    return evaluate(model.graph)[1]
 
 
 class _Inliner:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.scratch import scratch_folder
 from sporeloom.runtime.spmd.rank_graph import RankGraph
+from sporeloom.strategy.tensor_slice import TensorSlice
 
 
 @dataclass(frozen=True)
@@ -22,17 +23,17 @@ class Source:
     """The source of a parameter's value, set as its attribute `source`."""
 
     shape: tuple[int, ...]
-    read: Callable[[tuple[slice, ...]], NDArray[Any]]
-    """Returns a slice of the value."""
+    read: Callable[[TensorSlice], NDArray[Any]]
+    """Returns a part of the value."""
 
     @classmethod
     def of_zeros(cls, shape: Sequence[int]) -> Source:
         """The source of parameters that are set later."""
-        return cls(tuple(shape), lambda slices: np.zeros([s.stop - s.start for s in slices], np.float32))
+        return cls(tuple(shape), lambda part: np.zeros(part.shape, np.float32))
 
     @property
-    def whole(self) -> tuple[slice, ...]:
-        return tuple(slice(0, length) for length in self.shape)
+    def full(self) -> TensorSlice:
+        return TensorSlice.full(self.shape)
 
 
 class LoadedProgram:
@@ -90,18 +91,18 @@ def materialize(parameters: Any, graph: RankGraph) -> None:
         layout = graph.layouts.get(parameter.name) if parameter.name in held else None
         if source := getattr(parameter, "source", None):  # MindSpore may have cut its shape already
             if parameter.name in held:
-                slices = layout.slices(source.shape, graph.rank, graph.groups) if layout else source.whole
-                parameter.set_data(Tensor(source.read(slices), dtype=parameter.dtype), slice_shape=True)
+                part = layout.stored_slice(source.shape, graph.rank, graph.groups) if layout else source.full
+                parameter.set_data(Tensor(source.read(part), dtype=parameter.dtype), slice_shape=True)
                 parameter.init_mode = parameter.source = None
             continue
         if parameter.sliced:
             continue
         parameter.init_data()
         if layout is not None:
-            keep_slice(parameter, layout.slices(tuple(parameter.shape), graph.rank, graph.groups))
+            keep_slice(parameter, layout.stored_slice(tuple(parameter.shape), graph.rank, graph.groups))
 
 
-def keep_slice(parameter: Parameter, slices: tuple[slice, ...]) -> None:
+def keep_slice(parameter: Parameter, part: TensorSlice) -> None:
     """Replace a full parameter by one slice of it, as MindSpore does on a device."""
-    parameter.set_data(Tensor(parameter.asnumpy()[slices].copy(), dtype=parameter.dtype), slice_shape=True)
+    parameter.set_data(Tensor(parameter.asnumpy()[part.slices].copy(), dtype=parameter.dtype), slice_shape=True)
     parameter.sliced = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from mindspore import nn
@@ -24,10 +25,12 @@ from sporeloom.partition.paths import functional_paths, with_paths
 from sporeloom.partition.propagate import shard_graph
 from sporeloom.partition.rank_mindir import write_rank
 from sporeloom.partition.sharded_graph import MixedRowsError, PartitionError, ShardedGraph
-from sporeloom.runtime.backend import ParameterLayout, Slices
+from sporeloom.runtime.backend import ParameterLayout
 from sporeloom.runtime.spmd.rank_graph import RankGraph
+from sporeloom.strategy.axes import ROWS
 from sporeloom.strategy.layout import Layout, Shape
-from sporeloom.strategy.mesh import Mesh
+from sporeloom.strategy.mesh import Mesh, part_of_axis
+from sporeloom.strategy.tensor_slice import TensorSlice, rank_slice
 
 
 @dataclass(frozen=True)
@@ -39,18 +42,14 @@ class GridLayout:
     local_shape: Shape
     optimizer_group: str = ""
 
-    def slices(self, global_shape: Shape, rank: int, groups: Mapping[str, Sequence[int]]) -> Slices:
-        """Slices of the full parameter that `rank` stores."""
-        return self.operator_slices(global_shape, rank)
+    def stored_slice(self, global_shape: Shape, rank: int, groups: Mapping[str, Sequence[int]]) -> TensorSlice:
+        """The part of the full parameter that `rank` stores."""
+        return self.operator_slice(global_shape, rank)
 
-    def operator_slices(self, global_shape: Shape, rank: int) -> Slices:
-        """Slices that operators use: equal to `slices`, because the layout includes sharding over replicas (ZeRO)."""
-        result = []
-        for size, axes in zip(global_shape, self.layout.dims, strict=True):
-            length = size // self.grid.degree(axes)
-            start = self.grid.index(rank, axes) * length
-            result.append(slice(start, start + length))
-        return tuple(result)
+    def operator_slice(self, global_shape: Shape, rank: int) -> TensorSlice:
+        """The part that operators use: the stored one, because the layout includes sharding over replicas (ZeRO)."""
+        grid = self.grid
+        return rank_slice(global_shape, self.layout.dims, grid.degrees.__getitem__, partial(grid.coordinate, rank))
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ def decide(
                 shards, skips = said.optimizer_shards, report.is_spmd  # MindSpore skips none
                 dims = sharded_further(said.layout, degrees, shards, skips) if said.layout else ()
                 layouts[said.name] = dims
-            for operator, rule in report.owners.items():
+            for operator, rule in report.rules.owners.items():
                 pinned[f"{path}.{operator}" if path else operator] = Pin(
                     rule.inputs, rule.outputs, rule.local, rule.source
                 )
@@ -143,7 +142,8 @@ def layouts_of(shapes: Mapping[str, Shape], decided: Mapping[str, Layout]) -> di
 
 
 def _by_row(graph: Graph, grid: DeviceGrid, takes_batch: bool) -> list[Layout]:
-    batch = tuple(axis for axis in grid.degrees if axis.partition(":")[0].partition("/")[0] in (MICROBATCHES, "dp"))
+    of_batch = (MICROBATCHES, *(axis.name for axis in ROWS if axis.shards == "batch"))
+    batch = tuple(axis for axis in grid.degrees if part_of_axis(axis)[0] in of_batch)
     shapes = [type.shape for type in graph.inputs.values() if type.shape and takes_batch]
     rows = next((shape[0] for shape in shapes if shape[0] % grid.degree(batch) == 0), 0)
     return [

@@ -7,8 +7,9 @@ import pytest
 
 from sporeloom.certification import page
 from sporeloom.planner.cluster import Cluster
-from sporeloom.planner.dimensions import Dimensions, Parallelism
+from sporeloom.planner.dimensions import Dimensions
 from sporeloom.planner.errors import published_errors
+from sporeloom.planner.parallelism import Parallelism
 from sporeloom.planner.report import as_dict
 from sporeloom.planner.search import evaluate
 

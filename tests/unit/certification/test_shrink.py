@@ -5,10 +5,11 @@ import dataclasses
 
 import pytest
 from conftest import CONFIGS
+from strategy_names import family_and_size
 
 from sporeloom.certification.shrink import BATCH, SEQ_LEN, small_meshes, small_model, small_strategies
 from sporeloom.core.errors import ConfigError
-from sporeloom.models.family import family_and_size, size_config
+from sporeloom.models.family import size_config
 from sporeloom.strategy.checks import batch_problems, model_problems, strategy_problems
 from sporeloom.strategy.config import Offload, OptimizerParallel, Pipeline, Recompute, Stages, Strategy
 from sporeloom.strategy.loader import load_strategy

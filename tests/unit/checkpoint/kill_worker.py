@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from sporeloom.checkpoint.manifest import checkpoints, read_manifest
-from sporeloom.checkpoint.sharded import Slice, damage, finish, remove_leftovers, remove_old, write_parts
+from sporeloom.checkpoint.sharded import LocalTensor, damage, finish, remove_leftovers, remove_old, write_parts
 from sporeloom.core.errors import ConfigError
 
 ABOUT = {"state": {}, "model": {}, "strategy": {}, "versions": {}}
@@ -40,7 +40,7 @@ def main(root):
     while True:
         step += 1
         partial, whole = root / f".step-{step:08d}.1.partial", value_at(step)
-        halves = [{"a": Slice(whole[rank * 32 : rank * 32 + 32], (rank * 32, 0), SHAPE)} for rank in range(2)]
+        halves = [{"a": LocalTensor(whole[rank * 32 : rank * 32 + 32], (rank * 32, 0), SHAPE)} for rank in range(2)]
         other = threading.Thread(target=write_parts, args=(partial, 1, halves[1]))
         other.start()
         write_parts(partial, 0, halves[0])

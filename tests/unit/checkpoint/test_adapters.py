@@ -19,9 +19,10 @@ from sporeloom.checkpoint.adapters import (
 )
 from sporeloom.core.errors import ConfigError
 from sporeloom.models.adapters import LoRAConfig
-from sporeloom.models.config import ExpertConfig, ModelConfig
+from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import size_config
 from sporeloom.models.parameters import parameter_shapes
+from sporeloom.models.parts.experts import ExpertConfig
 
 SIZES = {"vocab_size": 32, "hidden_size": 8, "num_layers": 2, "num_heads": 2, "ffn_hidden_size": 12}
 MODEL = ModelConfig(**OPEN_PANGU, **SIZES)

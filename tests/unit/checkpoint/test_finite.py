@@ -25,14 +25,15 @@ from sporeloom.checkpoint.huggingface import (
 from sporeloom.checkpoint.manifest import read_manifest
 from sporeloom.checkpoint.model_folder import load_weights, open_weights, save_checkpoint
 from sporeloom.checkpoint.reshard import export, export_merged, reshard
-from sporeloom.checkpoint.sharded import CheckpointReader, Slice, damage, finish, write_parts
-from sporeloom.checkpoint.shards import whole
+from sporeloom.checkpoint.sharded import CheckpointReader, LocalTensor, damage, finish, write_parts
 from sporeloom.checkpoint.tensor_hashes import seal
 from sporeloom.checkpoint.upcycle import UpcycleJob, open_dense, upcycled, write_model
 from sporeloom.core.errors import ConfigError
-from sporeloom.models.config import ExpertConfig, ModelConfig
+from sporeloom.models.config import ModelConfig
 from sporeloom.models.parameters import parameter_shapes
+from sporeloom.models.parts.experts import ExpertConfig
 from sporeloom.models.weight_names import Name
+from sporeloom.strategy.tensor_slice import TensorSlice
 
 MODEL = ModelConfig(
     **OPEN_PANGU, vocab_size=32, hidden_size=8, num_layers=2, num_heads=2, ffn_hidden_size=12, tied_embedding=False
@@ -151,7 +152,7 @@ def training_checkpoint(root, tensors, num_ranks=2):
         parts = {}
         for name, value in tensors.items():
             rows = slice(rank * len(value) // num_ranks, (rank + 1) * len(value) // num_ranks)
-            parts[name] = Slice(value[rows], (rows.start, *[0] * (value.ndim - 1)), value.shape)
+            parts[name] = LocalTensor(value[rows], (rows.start, *[0] * (value.ndim - 1)), value.shape)
         write_parts(partial, rank, parts)
     about = {"state": state, "model": {"family": "pangu", **MODEL.to_dict()}, "strategy": {}, "versions": {}}
     return finish(partial, root, num_ranks, 1, about)
@@ -179,14 +180,16 @@ def test_a_message_ends_somewhere(tmp_path):
 
 def test_the_part_of_a_tensor_that_a_rank_holds(tmp_path):
     weights = open_weights(model_folder(tmp_path / "m", weights_of(bad=[(UP, np.nan)])))
-    assert weights.read(UP, (slice(0, 12), slice(0, 4))).shape == (12, 4)  # the other columns
-    for slices in (whole((12, 8)), (slice(11, 12), slice(0, 8)), (slice(0, 12), slice(4, 8))):
+    assert weights.read(UP, TensorSlice((0, 0), (12, 4))).shape == (12, 4)  # the other columns
+    for part in (TensorSlice.full((12, 8)), TensorSlice((11, 0), (1, 8)), TensorSlice((0, 4), (12, 4))):
         with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.up\.weight \(1 NaN of 96"):
-            weights.read(UP, slices)
+            weights.read(UP, part)
 
 
 def shards_of(model):
-    return {name: [("rank-00000.safetensors", whole(shape))] for name, shape in parameter_shapes(model).items()}
+    return {
+        name: [("rank-00000.safetensors", TensorSlice.full(shape))] for name, shape in parameter_shapes(model).items()
+    }
 
 
 def into_shards(source, target):
@@ -255,7 +258,7 @@ def test_a_training_checkpoint_is_damaged_and_can_still_be_compared(tmp_path):
     )
     assert damage(folders[1], manifests[1]) is None
     with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.up\.weight"):
-        CheckpointReader(folders[0], manifests[0]).read(UP, whole((12, 8)))
+        CheckpointReader(folders[0], manifests[0]).read(UP, TensorSlice.full((12, 8)))
     (difference,) = compare(folders[0], manifests[0], folders[1], manifests[1])
     assert (difference.name, difference.count) == (UP, 1) and np.isnan(difference.largest)
 

@@ -15,14 +15,15 @@ from palm.config import PALM
 from pangu.config import OPEN_PANGU, PRO_MOE
 from sporeloom.checkpoint.huggingface import export_published, import_published, open_published
 from sporeloom.checkpoint.model_folder import copy_beside, load_config, load_weights, open_weights, save_checkpoint
-from sporeloom.checkpoint.shards import whole
 from sporeloom.checkpoint.tensor_files import model_files
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.hashes import HASHES
-from sporeloom.models.config import ExpertConfig, ModelConfig
+from sporeloom.models.config import ModelConfig
 from sporeloom.models.config_file import config_with_file
 from sporeloom.models.family import family_module, size_config
 from sporeloom.models.parameters import parameter_shapes
+from sporeloom.models.parts.experts import ExpertConfig
+from sporeloom.strategy.tensor_slice import TensorSlice
 
 SIZES = {"vocab_size": 40, "hidden_size": 16, "num_layers": 2, "num_heads": 4, "head_dim": 8, "ffn_hidden_size": 32}
 PANGU = ModelConfig(**OPEN_PANGU, **SIZES, num_kv_heads=2, tied_embedding=False, qkv_bias=False, output_bias=False)
@@ -326,9 +327,10 @@ def test_a_published_folder_is_read_as_its_conversion_is(model_type, tmp_path):
     here, there = open_weights(source), load_weights(tmp_path / "converted")
     assert here.shapes == {name: value.shape for name, value in there.items()}
     for name, value in there.items():
-        np.testing.assert_array_equal(here.read(name, whole(value.shape)), value)
-        part = tuple(slice(length // 4, length - length // 4) for length in value.shape)  # the shard of a rank
-        np.testing.assert_array_equal(here.read(name, part), value[part])
+        np.testing.assert_array_equal(here.read(name, TensorSlice.full(value.shape)), value)
+        shape = value.shape
+        part = TensorSlice(tuple(n // 4 for n in shape), tuple(n - n // 4 * 2 for n in shape))  # the shard of a rank
+        np.testing.assert_array_equal(here.read(name, part), value[part.slices])
 
 
 def test_the_files_that_are_copied_from_a_published_folder_are_those_of_its_tokenizer(tmp_path):

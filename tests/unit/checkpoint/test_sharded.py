@@ -16,9 +16,18 @@ from sporeloom.checkpoint.content_hash import content_hash
 from sporeloom.checkpoint.manifest import LATEST, checkpoints, read_manifest
 from sporeloom.checkpoint.model_folder import load_config, load_weights
 from sporeloom.checkpoint.reshard import export, reshard
-from sporeloom.checkpoint.sharded import CheckpointReader, Slice, damage, file_name, finish, remove_old, write_parts
+from sporeloom.checkpoint.sharded import (
+    CheckpointReader,
+    LocalTensor,
+    damage,
+    file_name,
+    finish,
+    remove_old,
+    write_parts,
+)
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.hashes import write_hashes
+from sporeloom.strategy.tensor_slice import TensorSlice
 
 ABOUT = {
     "state": {"data": {"seed": 1}},
@@ -40,6 +49,10 @@ def grid(shape, rng, most=3):
     return [tuple(slice(*b) for b in bounds) for bounds in itertools.product(*map(itertools.pairwise, cuts))]
 
 
+def part_of(box):
+    return TensorSlice(tuple(s.start for s in box), tuple(s.stop - s.start for s in box))
+
+
 def save(root, step=1, seed=0, num_ranks=4, tensors=TENSORS):
     """A checkpoint whose parts are dealt out at random."""
     rng = np.random.RandomState(seed)
@@ -48,7 +61,7 @@ def save(root, step=1, seed=0, num_ranks=4, tensors=TENSORS):
         ranks = rng.permutation(num_ranks)
         boxes = grid(value.shape, rng, 2)
         for rank, box in zip(ranks, boxes, strict=False):
-            held[rank][name] = Slice(value[box], tuple(s.start for s in box), value.shape)
+            held[rank][name] = LocalTensor(value[box], tuple(s.start for s in box), value.shape)
     partial = root / f".step-{step:08d}.partial"
     for rank in range(num_ranks):
         write_parts(partial, rank, held[rank])
@@ -68,7 +81,7 @@ def test_any_part_can_be_read_of_any_cut(tmp_path, seed):
     for name, value in TENSORS.items():
         assert manifest.tensors[name].hash == f"{content_hash(value):016x}"
         for box in grid(value.shape, rng):
-            np.testing.assert_array_equal(reader.read(name, box), value[box])
+            np.testing.assert_array_equal(reader.read(name, part_of(box)), value[box])
 
 
 def test_the_files_are_plain_safetensors(tmp_path):
@@ -85,7 +98,7 @@ def test_resharding_anyhow_keeps_every_hash(tmp_path):
         cuts = {}
         for name, value in TENSORS.items():
             boxes = grid(value.shape, rng)
-            cuts[name] = [(file_name(i), box) for i, box in enumerate(boxes)]
+            cuts[name] = [(file_name(i), part_of(box)) for i, box in enumerate(boxes)]
         target = tmp_path / f"resharded-{seed}"
         after = reshard(folder, target, cuts, {"pp": seed})
         assert damage(target, read_manifest(target)) is None

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import pytest
 
+from sporeloom.core.document import Document
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.numbers import Count, Positive, Rate, Seed, Share, number_problem
-from sporeloom.core.reader import Document, fields_from, parse_json, read_json, read_yaml
+from sporeloom.core.reader import fields_from, parse_json, read_json, read_yaml
 
 BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
     f"{name}: &{name} [{', '.join(['*' + before] * 9)}]\n" for before, name in zip("abcdefg", "bcdefgh", strict=True)

@@ -8,7 +8,6 @@ import mindspore as ms
 import numpy as np
 import pytest
 
-from sporeloom.checkpoint.shards import whole
 from sporeloom.inference.model import build_model
 from sporeloom.inference.quantize import quantized_weights
 from sporeloom.models.adapters import LoRAConfig
@@ -16,6 +15,7 @@ from sporeloom.models.family import size_config
 from sporeloom.nn.blocks import Block
 from sporeloom.runtime.engine import Engine
 from sporeloom.strategy.config import SINGLE_DEVICE
+from sporeloom.strategy.tensor_slice import TensorSlice
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler (cc)")
 
@@ -78,13 +78,13 @@ def logits_of(engine, family, config, int8, monkeypatch, switch, adapters="none"
     plain = build_model(family, config, SINGLE_DEVICE, **ADAPTERS[adapters])
     weights = {p.name: draw.normal(0, 0.3, p.shape).astype(np.float32) for p in plain.get_parameters()}
 
-    def read(name, slices):
-        return weights[name][slices]
+    def read(name, part):
+        return weights[name][part.slices]
 
     read = quantized_weights(net, read) if int8 else read
     for parameter in net.get_parameters():
         if ".cache." not in parameter.name:
-            parameter.set_data(ms.Tensor(read(parameter.name, whole(parameter.shape))))
+            parameter.set_data(ms.Tensor(read(parameter.name, TensorSlice.full(parameter.shape))))
         else:
             cache = np.random.default_rng(6).normal(0, 1, parameter.shape)
             parameter.set_data(ms.Tensor(cache.astype(np.float32)))

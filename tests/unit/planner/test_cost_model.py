@@ -12,20 +12,20 @@ from sporeloom.core.command_line import parse_args
 from sporeloom.models.family import size_config
 from sporeloom.models.parameters import num_parameters, parameter_shapes
 from sporeloom.planner.cluster import Cluster, Overlap
-from sporeloom.planner.dimensions import Dimensions, Parallelism, PartLayers, of_decoder
+from sporeloom.planner.dimensions import Dimensions, of_decoder
 from sporeloom.planner.memory import (
     expert_parameters,
     layer_activations,
     layer_parameters,
-    microbatches_in_flight,
     stage_copies,
     stage_memory,
     stage_parameters,
 )
+from sporeloom.planner.parallelism import Parallelism, PartLayers
 from sporeloom.planner.rates import Rates, group_bandwidth
 from sporeloom.planner.search import describe, search
 from sporeloom.planner.step_time import flops_per_device, step_time
-from sporeloom.strategy.schedule import passes
+from sporeloom.strategy.schedule import microbatches_held, passes
 
 GPT = {"vocab_size": 51200, "seq_len": 2048}
 MODELS = {  # arXiv:2205.05198 table 3: dimensions and virtual stages
@@ -42,6 +42,10 @@ TECHNIQUES = {
     "full recompute": {"recompute": "full"},
 }
 A100 = Cluster.of_chip("a100_80gb")
+
+
+def microbatches_in_flight(job, stage):
+    return microbatches_held(stage, job.pp, job.num_microbatches, job.virtual_stages, job.schedule)
 
 
 def job_of_row(row, virtual_stages):

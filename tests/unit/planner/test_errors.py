@@ -13,8 +13,9 @@ from conftest import ROOT, shared
 
 from sporeloom.models.adapters import LoRAConfig
 from sporeloom.planner.cluster import Cluster, chips
-from sporeloom.planner.dimensions import Dimensions, Parallelism
+from sporeloom.planner.dimensions import Dimensions
 from sporeloom.planner.errors import ERRORS, NoInterval, TimeInterval, interval_values, published_errors, time_interval
+from sporeloom.planner.parallelism import Parallelism
 from sporeloom.planner.report import as_dict, strategy_file, table
 from sporeloom.planner.search import PlanRequest, search
 from sporeloom.planner.task import PLAIN_TEXT, TrainedTask

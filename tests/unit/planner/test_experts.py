@@ -8,8 +8,9 @@ from conftest import shared
 
 from sporeloom.models.family import size_config
 from sporeloom.planner.cluster import Cluster
-from sporeloom.planner.dimensions import Parallelism, of_decoder
+from sporeloom.planner.dimensions import of_decoder
 from sporeloom.planner.memory import expert_parameters, expert_shards, stage_parameters
+from sporeloom.planner.parallelism import Parallelism
 from sporeloom.planner.published_experts import describe_experts, is_of_experts, read_expert_rows
 from sporeloom.planner.rates import Rates, all_to_all
 from sporeloom.planner.search import PlanRequest, search

@@ -6,10 +6,11 @@ import dataclasses
 import pytest
 
 from sporeloom.models.adapters import LoRAConfig
-from sporeloom.models.config import ExpertConfig
 from sporeloom.models.family import size_config
+from sporeloom.models.parts.experts import ExpertConfig
 from sporeloom.planner.cluster import Cluster
-from sporeloom.planner.dimensions import Parallelism, of_decoder
+from sporeloom.planner.dimensions import of_decoder
+from sporeloom.planner.parallelism import Parallelism
 from sporeloom.planner.search import PlanRequest, evaluate, search
 from sporeloom.planner.task import PLAIN_TEXT, TrainedTask, auxiliary_bytes, task_memory
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 import dataclasses
 
-from sporeloom.models.config import ExpertConfig, ModelConfig
+from sporeloom.models.config import ModelConfig
+from sporeloom.models.parts.experts import ExpertConfig
 from sporeloom.strategy.checks import (
     adapter_problems,
     batch_problems,

@@ -23,6 +23,6 @@ def test_inference_takes_its_ranks_for_replicas():
     assert whole.mesh == Mesh(dp=4)
     assert whole.optimizer_parallel is None
     mesh = Mesh(pp=2, dp=2, cp=4, tp=8)
-    assert mesh.with_cp_as_replicas() == Mesh(pp=2, dp=8, tp=8)
-    assert mesh.with_cp_as_replicas().size == mesh.size
-    assert dataclasses.replace(whole, mesh=mesh.with_cp_as_replicas()).mesh.cp == 1
+    assert mesh.for_inference() == Mesh(pp=2, dp=8, tp=8)
+    assert mesh.for_inference().size == mesh.size
+    assert dataclasses.replace(whole, mesh=mesh.for_inference()).mesh.cp == 1

@@ -143,7 +143,7 @@ def test_all_problems_come_at_once_with_file_line_and_key(problems):
         ("- a\n", "s.yaml: a mapping of keys is expected"),
         (
             "rules: {operators: {up: [[dpp, ~]]}}",
-            "'dpp' is not a mesh axis of a layout; use dp, cp, tp, sp, cp_tokens, cp_heads, kv, group, ep, edp or ~",
+            "'dpp' is not a mesh axis of a layout; use dp, cp, tp, cp_tokens, cp_heads, sp, ep, edp, kv, group or ~",
         ),
     ],
 )

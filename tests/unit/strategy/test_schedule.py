@@ -6,10 +6,9 @@ from itertools import pairwise
 
 import pytest
 
-from sporeloom.planner.dimensions import Parallelism
-from sporeloom.planner.memory import microbatches_in_flight
+from sporeloom.planner.parallelism import Parallelism
 from sporeloom.strategy.config import V_SHAPED
-from sporeloom.strategy.schedule import held_parts, idle_microbatches, passes, split_passes, times
+from sporeloom.strategy.schedule import held_parts, idle_microbatches, microbatches_held, passes, split_passes, times
 
 SIZES = [(1, 1), (1, 3), (2, 2), (2, 5), (3, 3), (3, 8), (4, 4), (4, 9), (4, 11), (4, 30), (8, 8), (8, 12), (8, 40)]
 """Stages and microbatches."""
@@ -35,6 +34,10 @@ def counted(stage, p, m, v, schedule):
         moments.append(tuple(held))
     assert not any(held)
     return max(map(sum, moments)), moments
+
+
+def microbatches_in_flight(job, stage):
+    return microbatches_held(stage, job.pp, job.num_microbatches, job.virtual_stages, job.schedule)
 
 
 @pytest.mark.parametrize(("p", "m", "v", "schedule"), GRID + FEW)

@@ -14,6 +14,7 @@ from sporeloom.parallel.report import ParameterReport, Report
 from sporeloom.runtime.engine import Engine
 from sporeloom.strategy.config import SINGLE_DEVICE
 from sporeloom.strategy.mesh import Mesh
+from sporeloom.strategy.tensor_slice import TensorSlice
 from sporeloom.train import saving
 from sporeloom.train.saving import Saver, load_state, newest_complete
 
@@ -83,7 +84,7 @@ def test_in_the_background_the_state_is_that_of_the_step(make_saver):
     (folder,) = checkpoints(saver.root)
     manifest = read_manifest(folder)
     assert set(manifest.tensors) == {"a", "adam_m.a"}
-    assert CheckpointReader(folder, manifest).read("a", (slice(0, 2), slice(0, 3))).tolist() == [[1.0] * 3] * 2
+    assert CheckpointReader(folder, manifest).read("a", TensorSlice.full((2, 3))).tolist() == [[1.0] * 3] * 2
 
 
 def test_an_error_in_the_background_is_not_lost(make_saver, tmp_path):

@@ -2,14 +2,20 @@
 """The devices of a job, one after the other in this process: each makes its graphs and runs none."""
 
 import dataclasses
+from dataclasses import dataclass
+from typing import Any
 
 import mindspore as ms
+import numpy as np
 
 from sporeloom.certification.training import decoder_batches
 from sporeloom.core.errors import ConfigError
+from sporeloom.mindspore_compat.names import mind_ir
 from sporeloom.models.family import family_module, size_config
 from sporeloom.parallel.parallelize import parallelize, wrap
 from sporeloom.parallel.step import TrainStep
+from sporeloom.partition.sharded_graph import item_size
+from sporeloom.runtime.spmd.collectives import attributes, collective_nodes, output_of
 from sporeloom.runtime.spmd.devices import Communication, DeviceProgram, SpmdDevices
 from sporeloom.strategy.loader import strategy_of
 from sporeloom.train.optim import AdamW
@@ -75,3 +81,30 @@ def recorded(settings, more):
         backend.program(step, next(decoder_batches(_config(more), BATCH)))
         ranks.append(backend)
     return ranks
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective in one rank's graph, which must match those of the other ranks at the same position of its group."""
+
+    group: str
+    kind: str
+    how: tuple[tuple[str, Any], ...]
+    """Attributes of MindSpore's operator except for the group."""
+    num_bytes: int
+
+
+def collectives_of(model):
+    """The collectives of a rank's graph, in order of execution."""
+    found = []
+    for node, primitive in collective_nodes(model):
+        known, output = attributes(primitive), output_of(node)
+        group = known.pop("group")
+        dtype = mind_ir.TensorProto.DataType.Name(output.data_type).lower()
+        size = int(np.prod(output.dims, dtype=np.int64)) * item_size(DTYPES.get(dtype, dtype))
+        found.append(Collective(group, primitive.op_type, tuple(sorted(known.items())), size))
+    return found
+
+
+DTYPES = {"float": "float32", "double": "float64"}
+"""MindIR's names of element types, where they differ from NumPy's."""

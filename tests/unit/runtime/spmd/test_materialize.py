@@ -26,6 +26,7 @@ from mindspore.nn.utils import no_init_parameters
 
 from sporeloom.runtime.spmd.drawing import drawing_later
 from sporeloom.runtime.spmd.program import Source, materialize
+from sporeloom.strategy.tensor_slice import TensorSlice
 
 VALUE = np.arange(24, dtype=np.float32).reshape(4, 6)
 
@@ -40,7 +41,7 @@ def parameters():
 
 
 def graph_of(*names):
-    half = SimpleNamespace(slices=lambda shape, rank, groups: (slice(0, shape[0]), slice(3 * rank, 3 * rank + 3)))
+    half = SimpleNamespace(stored_slice=lambda shape, rank, groups: TensorSlice((0, 3 * rank), (shape[0], 3)))
     return SimpleNamespace(layouts={"half": half, "drawn": half}, parameters=names, rank=1, groups={})
 
 
@@ -48,9 +49,9 @@ def test_each_gets_its_part_once(parameters):
     asked = []
     for parameter in parameters[:3]:
 
-        def read(slices, name=parameter.name):
-            asked.append((name, [VALUE[slices].shape]))
-            return VALUE[slices]
+        def read(part, name=parameter.name):
+            asked.append((name, [part.shape]))
+            return VALUE[part.slices]
 
         parameter.source = Source((4, 6), read)
     half, every, none, drawn = parameters

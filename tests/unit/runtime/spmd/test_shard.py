@@ -29,7 +29,7 @@ def test_a_second_graph_is_compiled_of_whole_parameters_too():
     net, inputs = Product(), [((2, 4), np.float32)]
     first = compile_for_one_device(net, inputs)
     layout = GridLayout(ValueLayout((("dp",), ())), DeviceGrid({"dp": 2}), (2, 3))
-    keep_slice(net.weight, layout.slices((4, 3), 1, {}))  # as the program of rank 1 leaves it
+    keep_slice(net.weight, layout.stored_slice((4, 3), 1, {}))  # as the program of rank 1 leaves it
     with with_global_shapes(net.get_parameters(), {id(net.weight): (4, 3)}):
         second = compile_for_one_device(net, inputs)
     shapes = [[tuple(p.dims) for p in model.graph.parameter] for model in (first, second)]

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MLPs of two matrices, and gated ones of three."""
+
+from __future__ import annotations
+
+from sporeloom.models.parts.spec import LayerSizes, Specs, linear
+
+LLAMA_NAMES = {"down_proj": "down"}
+"""Published name of Llama and similar models, within `mlp` -> name here. Others have names that differ between models."""
+
+
+def parameters(name: str, sizes: LayerSizes, width: int) -> Specs:
+    if sizes.gated_mlp:
+        yield from linear(f"{name}.gate", sizes.hidden_size, width, sizes.mlp_bias, "tp", "tp")
+    yield from linear(f"{name}.up", sizes.hidden_size, width, sizes.mlp_bias, "tp", "tp")
+    yield from linear(f"{name}.down", width, sizes.hidden_size, sizes.mlp_bias, "tp")
+
+
+def num_matrices(sizes: LayerSizes) -> int:
+    return 3 if sizes.gated_mlp else 2
+
+
+def kept_features(sizes: LayerSizes, width: int) -> int:
+    """Number of values kept of a token for the backward pass, sharded over tp: those between the matrices."""
+    return num_matrices(sizes) * width

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Distribution of a step over devices for the cost model: a strategy as numbers."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from sporeloom.planner.dimensions import Dimensions
+from sporeloom.strategy.axes import AXES, BY_NAME, ROWS
+from sporeloom.strategy.config import Order, stage_of_part
+from sporeloom.strategy.mesh import Mesh
+
+Recomputation = Literal["none", "selective", "full"]
+
+
+class PartLayers(NamedTuple):
+    """Layers of a virtual stage."""
+
+    layers: int
+    recomputed: int
+    offloaded: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallelism:
+    """Distribution of a step over devices: the cost model's part of a strategy."""
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ulysses: bool = False
+    """cp swaps heads and tokens in all-to-alls; else it gathers keys and values."""
+    ep: int = 1
+    """Number of ranks along dp (and cp) that the experts are sharded over."""
+    expert_tp: int = 0
+    """Number of parts into which tp shards each expert; 0: as many as tp."""
+    sends_once: bool = False
+    """A token goes to each node once, however many of its experts are there, from one tensor parallel rank, and what these
+    ranks compute is added up once a token, as libraries for experts do; else once for each expert, from all these ranks, as
+    our own engine does."""
+    virtual_stages: int = 1
+    """Number of model parts on each pipeline rank (interleaving)."""
+    schedule: Order = "1f1b"
+    microbatch: int = 1
+    """Number of sequences of one microbatch, on one replica."""
+    num_microbatches: int = 1
+    recompute: Recomputation = "none"
+    """selective: only the values between attention's matrix products."""
+    repeats_results: bool = False
+    """A layer that is fully recomputed also reduces its last product over tp again, as in PyTorch. A graph leaves
+    out what nobody needs."""
+    recomputed_layers: tuple[int, ...] | None = None
+    """Number of layers that each stage recomputes; None: all of them."""
+    layers_of_stages: tuple[int, ...] | None = None
+    """Number of layers of each stage; None: as even as possible, leftovers to the first stages."""
+    expert_layers_of_stages: tuple[int, ...] | None = None
+    """Number of those layers that have experts; None: the same fraction on every stage."""
+    layers_of_parts: tuple[tuple[PartLayers, ...], ...] | None = None
+    """Virtual stages of each stage, in order; None: as even as possible, the first layers recomputed, the last
+    ones offloaded."""
+    offloaded_layers: tuple[int, ...] = ()
+    """Number of layers of each stage whose activations are kept in the host's memory; empty: none."""
+    optimizer_on_host: bool = False
+    zero: int = 0
+    """1: optimizer state sharded over the replicas; 2: and gradients; 3: and weights."""
+    zero_shards: int = 0
+    """Number of replicas that the optimizer state is sharded over; 0: all."""
+    gathers: Literal["microbatch", "step"] = "microbatch"
+    """Number of times that sharded weights are gathered, with zero 3."""
+    sequence_parallel: bool = False
+    scatter_gather: bool = False
+    """Tensor parallel ranks send a slice each between stages and gather it there; implied by sequence parallel."""
+    flash_attention: bool = False
+    """Attention in one kernel that stores no scores."""
+    mask_bytes: int = 0
+    """Bytes of an entry of the attention mask, which is unsharded for each microbatch; 0: the kernel makes it."""
+    precision: Literal["fp16", "bf16", "fp32", "fp8"] = "bf16"
+    weight_bytes: int = 2
+    gradient_bytes: int = 4
+    optimizer_bytes: int = 12
+    """Bytes of a parameter. Mixed precision has 2, 4 and 12 (master weights, two moments); float32 weights 4, 4
+    and 8."""
+    muon: bool = False
+    """Whether Muon updates the matrices of layers, which then have no second moment."""
+    fragmentation: float = 1.0
+    """Memory that a dynamic allocator takes for each byte requested; graphs with a memory plan lose nothing."""
+    own_graphs: bool = False
+    """Passes are graphs of this package: gradients are cast to float32 and added up in kernels of their own, those of
+    replicas are reduced after the last pass, and a stage sends without waiting. Else as in the engines of published
+    runs, which add up in the products' kernels and reduce while the last backward pass runs."""
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh(**{axis: getattr(self, axis) for axis in BY_NAME})
+
+    @property
+    def devices(self) -> int:
+        return math.prod(getattr(self, axis) for axis in AXES)
+
+    @property
+    def parts_of_expert(self) -> int:
+        """Number of parts into which tp shards each expert."""
+        return self.expert_tp or self.tp
+
+    @functools.cached_property
+    def last_stage(self) -> int:
+        """The stage with the last layer and the head."""
+        return stage_of_part(self.pp * self.virtual_stages - 1, self.pp, self.schedule)
+
+    def neighbours(self, stage: int) -> int:
+        """Number of other stages' parts to which a stage passes each microbatch."""
+        holders = [stage_of_part(part, self.pp, self.schedule) for part in range(self.pp * self.virtual_stages)]
+        return sum(this == stage != following for this, following in itertools.pairwise(holders))
+
+    @functools.cached_property
+    def replicas(self) -> int:
+        """Number of ranks that hold the same weights."""
+        return math.prod(getattr(self, axis.name) for axis in ROWS if axis.is_replica)
+
+    def tokens(self, seq_len: int) -> float:
+        """Number of tokens of a microbatch on a rank."""
+        return self.microbatch * seq_len / self.cp
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of an entry of the residual stream."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def shards(self) -> int:
+        return (self.zero_shards or self.replicas) if self.zero else 1
+
+    @property
+    def shards_accumulated_gradients(self) -> bool:
+        """Whether gradients of each microbatch are reduce-scattered, although weights stay gathered."""
+        return self.own_graphs and self.zero == 2 and self.num_microbatches > 1
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.dp * self.microbatch * self.num_microbatches
+
+    def stages(self, num_layers: int) -> tuple[int, ...]:
+        """Layers of each stage."""
+        if self.layers_of_stages:
+            return self.layers_of_stages
+        return _even_stages(num_layers, self.pp)
+
+    def recomputed(self, num_layers: int) -> tuple[int, ...]:
+        """Number of layers of each stage that are recomputed."""
+        if self.recompute == "none":
+            return (0,) * self.pp
+        stages = self.stages(num_layers)
+        return stages if self.recomputed_layers is None else tuple(map(min, self.recomputed_layers, stages))
+
+    def parts(self, num_layers: int) -> tuple[tuple[PartLayers, ...], ...]:
+        """The virtual stages of each stage."""
+        if self.layers_of_parts:
+            return self.layers_of_parts
+        offloaded = self.offloaded_layers or (0,) * self.pp
+        counts = zip(self.stages(num_layers), self.recomputed(num_layers), offloaded, strict=True)
+        return tuple(even_parts(*count, self.virtual_stages) for count in counts)
+
+    def expert_layers(self, dims: Dimensions) -> tuple[int, ...]:
+        """Layers of each stage that have experts."""
+        if self.expert_layers_of_stages is not None:
+            return self.expert_layers_of_stages
+        if not dims.expert_layers:
+            return (0,) * self.pp
+        ends = itertools.accumulate(self.stages(dims.num_layers), initial=0)
+        return tuple(round(dims.expert_share * b) - round(dims.expert_share * a) for a, b in itertools.pairwise(ends))
+
+
+@functools.lru_cache(maxsize=1024)
+def _even_stages(num_layers: int, pp: int) -> tuple[int, ...]:
+    least, more = divmod(num_layers, pp)
+    return tuple(least + (stage < more) for stage in range(pp))
+
+
+@functools.lru_cache(maxsize=4096)
+def even_parts(layers: int, recomputed: int, offloaded: int, num_parts: int) -> tuple[PartLayers, ...]:
+    """Distribute layers as evenly as possible, leftovers to the first parts; the first ones recomputed, the last
+    ones offloaded."""
+    least, more = divmod(layers, num_parts)
+    parts, before = [], 0
+    for part in range(num_parts):
+        count = least + (part < more)
+        again, kept = (min(count, max(0, limit - before)) for limit in (recomputed, layers - offloaded))
+        parts.append(PartLayers(count, again, count - kept))
+        before += count
+    return tuple(parts)

@@ -407,10 +407,10 @@ def _strategy_problems(
             f"{strategy.at('pipeline.virtual_stages')}: {config.task} also runs the model by itself, a stage after "
             "the other; leave virtual stages out"
         )
-    if strategy.pipeline.virtual_stages > 1 and getattr(config, "validation_data", None):
+    if strategy.pipeline.virtual_stages > 1 and not strategy.is_spmd and getattr(config, "validation_data", None):
         yield (
-            f"{strategy.at('pipeline.virtual_stages')}: --validation-data runs the model by itself, a stage after the other; "
-            "leave virtual stages out, or score checkpoints with sporeloom score"
+            f"{strategy.at('pipeline.virtual_stages')}: --validation-data runs the model by itself, which MindSpore's "
+            "partitioner does a stage after the other; leave virtual stages out, or engine: mindspore"
         )
     for batch_size, length in sizes.shapes() if sizes else []:
         yield from batch_problems(strategy, batch_size // config.rows_per_unit, length, config.accumulate)

@@ -97,9 +97,9 @@ def start(run: Run) -> Training:
     report = parallelize(net, run.strategy)  # before the data: it may find mistakes, and nothing is written yet
     task.open_data()
     training = _build_step(run, engine, task, net, report)
-    if sets := task.validation_sets():
-        patience: int = config.early_stopping_patience  # type: ignore[attr-defined]
-        training.validation = Validation(run, engine, net, sets, patience)
+    if sets := task.validation_sets(net):
+        given: Any = config
+        training.validation = Validation(engine, net, sets, given.validate_every, given.early_stopping_patience)
     what = f"{config.model_name()}: {num_parameters(run.model):,} parameters"
     if run.lora:
         trained = sum(map(math.prod, run.lora.shapes(run.model).values()))

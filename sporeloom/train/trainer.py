@@ -255,11 +255,10 @@ def _validated(training: Training, validation: Validation, metrics: StepMetrics,
     """Metrics of a step with those of a validation after it; the model is written where it is the best so far."""
     config: Any = training.run.config
     with training.times.measure("validation"):
-        losses = validation.losses()
+        losses = validation.metrics()
         if config.validate_ema:
-            with averaged_weights(training.step):
-                averaged = validation.losses()
-            losses |= {name.removesuffix("loss") + "ema_loss": value for name, value in averaged.items()}
+            with averaged_weights(training.step, training.engine, training.report):
+                losses |= validation.metrics("ema_")
     told = ", ".join(f"{name} {losses[f'validation/{name}/loss']:.4f}" for name in validation.sets)
     of_averages = f"; of averages {losses['validation/ema_loss']:.4f}" if config.validate_ema else ""
     training.say(f"step {metrics.step}: validation loss {told}{of_averages}")

@@ -31,7 +31,8 @@ from sporeloom.models.adapters import LoRAConfig
 from sporeloom.models.config import ModelConfig
 from sporeloom.strategy.certificate import about_task
 from sporeloom.train.config import Run, TrainingConfig
-from sporeloom.train.flags import Optimizer
+from sporeloom.train.flags import Optimizer, ValidationFlags
+from sporeloom.train.validation_data import validation_problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +135,16 @@ def open_reading(run: Run, tokenizer: Tokenizer, learn_all: bool = False) -> Lin
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFTConfig(TuningConfig):
+class ValidatedConfig(ValidationFlags, TuningConfig):
+    """Tuning with a loss that other lines than those of the training data have, too."""
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        yield from validation_problems(self, lambda path: read_lines(path, self.wanted))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTConfig(ValidatedConfig):
     """Supervised fine-tuning: `sporeloom sft`."""
 
     heading: ClassVar[str] = "training targets"
@@ -149,7 +159,7 @@ class SFTConfig(TuningConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairConfig(TuningConfig):
+class PairConfig(ValidatedConfig):
     """Training on pairs of a preferred and a rejected text."""
 
     wanted: ClassVar[Sequence[Sequence[str]]] = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))

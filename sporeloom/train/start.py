@@ -37,6 +37,7 @@ from sporeloom.train.history import History
 from sporeloom.train.loss_scale import LossScale
 from sporeloom.train.muon import ITERATIONS, Muon
 from sporeloom.train.optim import SGD, AdamW
+from sporeloom.train.profile import Profile
 from sporeloom.train.run_summary import RunTimes
 from sporeloom.train.saving import BEGIN_AS_ZEROS, WEIGHTS, leave_undrawn
 from sporeloom.train.spikes import SpikeGuard
@@ -63,6 +64,8 @@ class Training:
     """Handler of loss spikes, which leads back to a checkpoint."""
     validation: Validation | None = None
     """Losses of validation sets, where the run has some."""
+    profile: Profile | None = None
+    """Recorder of some steps."""
     times: RunTimes = dataclasses.field(default_factory=RunTimes)
     history: History | None = None
     """Starts of the run; the logging rank has it."""
@@ -100,6 +103,8 @@ def start(run: Run) -> Training:
     if sets := task.validation_sets(net):
         given: Any = config
         training.validation = Validation(engine, net, sets, given.validate_every, given.early_stopping_patience)
+    if steps := config.profiled_steps():
+        training.profile = Profile(engine, config.output_dir, steps)
     what = f"{config.model_name()}: {num_parameters(run.model):,} parameters"
     if run.lora:
         trained = sum(map(math.prod, run.lora.shapes(run.model).values()))

@@ -191,7 +191,11 @@ def run_steps(
             if writer:
                 writer.pass_over()
         else:
+            if training.profile:
+                training.profile.begin_step(step)
             metrics = _one_step(training, step)
+            if training.profile:
+                training.profile.end_step(step, step == run.config.steps)
             is_spike = guard is not None and training.engine.broadcast_value(guard.is_spike(metrics.loss), log_rank)
             if training.validation and not is_spike and training.validation.is_due(step, run.config.steps):
                 metrics = _validated(training, training.validation, metrics, saver)
@@ -227,7 +231,7 @@ def _one_step(training: Training, step: int) -> StepMetrics:
     used_scale = scale.value if scale else None
     with training.times.measure("data"):
         inputs = training.batch(step - 1)
-    with training.times.measure("compute"):
+    with training.times.measure_step(engine.backend.seconds_of_communication):
         if run.config.rerun_every and step % run.config.rerun_every == 0:
             loss, norm, *counts = run_twice(engine, training.step, training.report, inputs, step)
         else:

@@ -18,6 +18,7 @@ from sporeloom.core.errors import ConfigError
 from sporeloom.data.batch import Batch
 from sporeloom.data.examples import PromptLine, example_batch
 from sporeloom.evaluation.reward import PREFIX, program_reward
+from sporeloom.inference.sampling import SamplingConfig
 from sporeloom.nn.objectives import Objective, Policy, ValueLoss
 from sporeloom.parallel.step import TrainStep
 from sporeloom.tasks.judges import Judge, Reference
@@ -97,7 +98,11 @@ class PolicyTask(Tuning):
 
     def begin(self, step: TrainStep, steps_done: int) -> None:
         config = self.config
-        self.rollouts = Rollouts(self.engine, self.run, self.net.model, self.tokenizer, config.batch_size)
+        sampling = SamplingConfig(temperature=config.temperature, seed=config.seed)
+        self.rollouts = Rollouts(
+            *(self.engine, self.run, self.net.model, self.tokenizer),
+            *(config.batch_size, sampling, config.max_completion_length),
+        )
         if self.config.has_reference:
             self.reference = Reference(self.engine, self.run, self.net, Policy(temperature=config.temperature))
         if config.reward_model:

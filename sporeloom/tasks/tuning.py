@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from sporeloom.data.batch import Batch
 from sporeloom.data.examples import Line, LineTokenizer, identity, read_lines
 from sporeloom.data.sample_order import epoch_samples
+from sporeloom.tasks.samples import PromptSampler
+from sporeloom.train.samples import Sampler
 from sporeloom.train.task import Task
 from sporeloom.train.tuning import open_reading, open_tokenizer
 from sporeloom.train.validation_data import named_paths
@@ -67,6 +69,11 @@ class Tuning(Task):
         config = self.config
         sets = named_paths(getattr(config, "validation_data", ()))
         return {name: (path, read_lines(path, config.wanted)) for name, path in sets.items()}
+
+    def sampler(self, net: nn.Cell) -> Sampler | None:
+        if self.config.sample_prompts is None:
+            return None
+        return PromptSampler(self.run, self.engine, net, open_reading(self.run, self.tokenizer))
 
     def evaluated(self, net: nn.Cell, batch: Batch, parts: int = 1) -> NDArray[np.float32]:
         """Output of a network with an objective for each token, by its present weights, on all ranks: (B, parts *

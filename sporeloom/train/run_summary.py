@@ -20,7 +20,7 @@ from sporeloom.runtime.engine import Engine
 from sporeloom.runtime.trace import TRACE, now
 from sporeloom.train.utilization import StepFlops, Utilization
 
-Activity = Literal["compile", "data", "compute", "communication", "validation", "checkpoint"]
+Activity = Literal["compile", "data", "compute", "communication", "validation", "evaluation", "checkpoint"]
 FILE = "summary.json"
 RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 """Bytes in the unit of ru_maxrss."""

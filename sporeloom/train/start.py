@@ -39,6 +39,7 @@ from sporeloom.train.muon import ITERATIONS, Muon
 from sporeloom.train.optim import SGD, AdamW
 from sporeloom.train.profile import Profile
 from sporeloom.train.run_summary import RunTimes
+from sporeloom.train.samples import Samples
 from sporeloom.train.saving import BEGIN_AS_ZEROS, WEIGHTS, leave_undrawn
 from sporeloom.train.spikes import SpikeGuard
 from sporeloom.train.task import Task
@@ -64,6 +65,8 @@ class Training:
     """Handler of loss spikes, which leads back to a checkpoint."""
     validation: Validation | None = None
     """Losses of validation sets, where the run has some."""
+    samples: Samples | None = None
+    """Texts for given prompts, where the run has some."""
     profile: Profile | None = None
     """Recorder of some steps."""
     times: RunTimes = dataclasses.field(default_factory=RunTimes)
@@ -103,6 +106,8 @@ def start(run: Run) -> Training:
     if sets := task.validation_sets(net):
         given: Any = config
         training.validation = Validation(engine, net, sets, given.validate_every, given.early_stopping_patience)
+    if sampler := task.sampler(net):
+        training.samples = Samples(engine, net, sampler, config.prompts(), config.output_dir, config.evaluate_every)
     if steps := config.profiled_steps():
         training.profile = Profile(engine, config.output_dir, steps)
     what = f"{config.model_name()}: {num_parameters(run.model):,} parameters"

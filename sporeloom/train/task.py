@@ -22,6 +22,7 @@ from sporeloom.parallel.step import TrainStep
 from sporeloom.runtime.engine import Engine
 from sporeloom.train.config import Run
 from sporeloom.train.metrics import expert_metrics
+from sporeloom.train.samples import Sampler
 from sporeloom.train.validation import HeldOut
 
 Arrays = list[NDArray[Any]]
@@ -136,6 +137,10 @@ class Task(ABC):
     def validation_sets(self, net: nn.Cell) -> Mapping[str, HeldOut]:
         """Named sets to validate `net`, the parallelized network, with, after `open_data`; none where the run has none."""
         return {}
+
+    def sampler(self, net: nn.Cell) -> Sampler | None:
+        """Model that continues the prompts of the run with the parameters of `net`; None where it has no prompts."""
+        return None
 
     def add_files(self, folder: Path) -> None:
         """Add further files of a model to its folder."""

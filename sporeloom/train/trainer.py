@@ -199,6 +199,9 @@ def run_steps(
             is_spike = guard is not None and training.engine.broadcast_value(guard.is_spike(metrics.loss), log_rank)
             if training.validation and not is_spike and training.validation.is_due(step, run.config.steps):
                 metrics = _validated(training, training.validation, metrics, saver)
+            if training.samples and not is_spike and training.samples.is_due(step, run.config.steps):
+                with training.times.measure("evaluation"):
+                    training.samples.write(step)
             with saver.saving_after_an_error(step):
                 if writer:
                     writer.write(metrics)

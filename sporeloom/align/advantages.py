@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.floating[Any]]
-LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo"]
+LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
 Scale = Literal["group", "batch", "none"]
 KL = Literal["k1", "k2", "k3"]
 
@@ -56,7 +56,7 @@ def rewards_with_kl(
 
 
 def token_weights(mask: Floats, loss_type: LossType, max_completion_length: int) -> NDArray[np.float64]:
-    """Each token's weight in the loss: of the mean over texts of their means (grpo), over all tokens (bnpo, dapo),
+    """Each token's weight in the loss: of the mean over texts of their means (grpo), over all tokens (bnpo, dapo, cispo),
     or of texts times the longest length (dr_grpo)."""
     mask = np.asarray(mask, np.float64)
     if loss_type == "grpo":
@@ -64,6 +64,22 @@ def token_weights(mask: Floats, loss_type: LossType, max_completion_length: int)
     if loss_type == "dr_grpo":
         return mask / (len(mask) * max_completion_length)
     return mask / max(mask.sum(), 1.0)
+
+
+def overlong_penalties(lengths: Floats, max_completion_length: int, buffer: int) -> NDArray[np.float64]:
+    """Penalty of each text (B,) of that many tokens (DAPO's soft overlong punishment).
+
+    It is 0 up to `buffer` tokens before the maximum length, and falls to -1 there.
+    """
+    excess = np.asarray(lengths, np.float64) - (max_completion_length - buffer)
+    return -np.clip(excess / buffer, 0.0, 1.0)
+
+
+def has_contrast(rewards: Floats, group_size: int) -> NDArray[np.bool_]:
+    """Whether the texts of each group, neighbours of `group_size`, differ in their rewards: others teach nothing."""
+    groups = np.asarray(rewards, np.float64).reshape(-1, group_size)
+    differs: NDArray[np.bool_] = (groups != groups[:, :1]).any(1)
+    return differs
 
 
 def kl_estimate(log_probs: Floats, reference: Floats, kind: KL) -> NDArray[np.float64]:

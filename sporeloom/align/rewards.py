@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards from custom functions."""
+"""Rewards from custom functions, or from servers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sporeloom.align.reward_server import is_url, server_reward
 from sporeloom.core.errors import ConfigError
 
 Reward = Callable[..., Sequence[float]]
@@ -21,11 +22,13 @@ RESERVED = ("prompts", "completions", "completion_ids")
 
 
 def load_reward(name: str) -> Reward:
-    """Load the function that FILE.py:FUNCTION names.
+    """Load the function that FILE.py:FUNCTION names, or make one that asks the server at an address.
 
     Raises:
         ConfigError: there is no such file or function, or the file fails.
     """
+    if is_url(name):
+        return server_reward(name)
     file, _, function = name.rpartition(":")
     path = Path(file)
     if not file.endswith(".py") or not path.is_file():

@@ -13,9 +13,9 @@
     sporeloom preprocess to-megatron tokens/ corpora/books_text_document
     sporeloom preprocess from-megatron corpora/books_text_document --tokenizer vocab.model --out tokens/
 
-INPUT is .jsonl, also with .gz, .zst, .bz2 or .xz (a field `text`), .parquet (a column `text`), .txt (blank lines between
-documents), .warc and .wet, also .gz (pages and texts of the web), or a folder, in which each other file is a document.
-docs/how-to/preprocess.md has the whole story.
+INPUT is .jsonl, also with .gz, .zst, .bz2 or .xz (a field `text`), .parquet or .arrow (a column `text`), .txt (blank lines
+between documents), .warc and .wet, also .gz (pages and texts of the web), or a folder, in which each other file is a
+document. docs/how-to/preprocess.md has the whole story.
 """
 
 import os

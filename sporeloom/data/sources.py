@@ -21,13 +21,18 @@ from sporeloom.core.errors import ConfigError, Problems
 from sporeloom.core.reader import parse_json
 from sporeloom.data.compressed import COMPRESSED, open_frames
 from sporeloom.data.stores import open_document
-from sporeloom.data.tables import read_rows
+from sporeloom.data.tables import read_arrow_rows, read_rows
 from sporeloom.data.web import WEB, extract_text, read_records
 
 LINES = (".jsonl", *(f".jsonl{suffix}" for suffix in COMPRESSED))
-TABLES = (".parquet",)
-CUT = (".jsonl", *TABLES)
+ARROW = (".arrow",)
+TABLES = (".parquet", *ARROW)
+CUT = (".jsonl", ".parquet")
 """Files that can be read from any line, or any group of rows, on."""
+DATASET_FILES = ("dataset_info.json", "state.json")
+"""Files that Hugging Face datasets saves next to the .arrow files of a dataset."""
+SPLITS_FILE = "dataset_dict.json"
+"""File that marks a folder of several splits of a dataset."""
 NOT_TEXT = (".json", ".csv", ".zip", ".tar", ".tgz", ".bin", ".npy", ".mindrecord", *COMPRESSED, ".7z", ".pdf")
 BATCH_BYTES = 1 << 20
 SHARD_MB = 64
@@ -185,6 +190,7 @@ def _files_of(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
         if path.is_dir():
             below = [f for f in path.rglob("*") if not any(p.startswith(".") for p in f.relative_to(path).parts)]
             found = sorted(f for f in below if f.is_file() and (not suffixes or f.name.endswith(suffixes)))
+            found = _without_dataset_files(path, found)
             kind = f" that end in {' or '.join(suffixes)}" if suffixes else ""
             if not found:
                 raise ConfigError(f"{path}: the folder holds no files{kind}")
@@ -203,10 +209,23 @@ def _files_of(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
     return [path]
 
 
+def _without_dataset_files(folder: Path, files: Sequence[Path]) -> list[Path]:
+    """The files of a folder, of saved datasets the tables alone.
+
+    Raises:
+        ConfigError: the folder holds several splits of a dataset.
+    """
+    datasets = {file.parent for file in files if file.name.endswith(ARROW)}
+    if datasets and folder / SPLITS_FILE in files:
+        names = sorted(each.name for each in datasets)
+        raise ConfigError(f"{folder}: holds the splits {', '.join(names)} of a dataset; name one: {folder / names[0]}")
+    return [file for file in files if file.name not in DATASET_FILES or file.parent not in datasets]
+
+
 def read_raw(
     files: Iterable[FilePart], inputs: Iterable[Path], key: str, max_bytes: int, all_columns: bool = False
 ) -> Iterator[RawDocument]:
-    """Every document of `files`: a line of a .jsonl file, a row of a .parquet file, a page or text of a web
+    """Every document of `files`: a line of a .jsonl file, a row of a .parquet or .arrow file, a page or text of a web
     archive, a part between blank lines of a .txt file that was named itself, and each other file as a whole.
 
     What cannot be read comes as a `RawDocument` with a `problem`. `all_columns`: rows of tables with all their fields.
@@ -219,7 +238,12 @@ def read_raw(
                 yield RawDocument(f"{path}:1", b"", "text", "an empty file")
                 continue
             if path.name.endswith(TABLES):
-                for row in read_rows(path, piece.start, piece.end, key, all_columns):
+                is_arrow = path.name.endswith(ARROW)
+                for row in (
+                    read_arrow_rows(path, key, all_columns)
+                    if is_arrow
+                    else read_rows(path, piece.start, piece.end, key, all_columns)
+                ):
                     problem = row.problem or (
                         _too_long(len(row.content), max_bytes) if len(row.content) > max_bytes else ""
                     )

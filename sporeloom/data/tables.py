@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of Parquet files as JSON, some at a time."""
+"""Rows of Parquet and Arrow files as JSON, some at a time."""
 
 from __future__ import annotations
 
 import datetime
+import itertools
 import uuid
 from collections.abc import Iterator, Sequence
 from decimal import Decimal
@@ -20,6 +21,8 @@ ROWS, FEW_ROWS = 1000, 16
 """Number of rows decoded at once, and of groups with more than GROUP_BYTES or nested columns, where a few may be
 very long."""
 GROUP_BYTES = 1 << 27
+ARROW_MAGIC = b"ARROW1"
+"""First bytes of an Arrow file with random access."""
 
 
 class Row(NamedTuple):
@@ -29,6 +32,44 @@ class Row(NamedTuple):
     """Row number, counted from 1; 0: the problem is of the full file."""
     content: bytes
     problem: str = ""
+
+
+def read_arrow_rows(path: Path, key: str, all_columns: bool) -> Iterator[Row]:
+    """Rows of an Arrow file, as Hugging Face datasets saves them, as JSON objects of the columns `key`, or all.
+
+    Raises:
+        ConfigError: no such column, or pyarrow is not installed.
+    """
+    arrow, ipc = optional("pyarrow", path), optional("pyarrow.ipc", path)
+    number = 1
+    try:
+        batches = _arrow_batches(arrow, ipc, path)
+        first = next(batches, None)
+        if first is None:
+            yield Row(0, b"", "no rows")
+            return
+        columns = _columns(path, first.schema.names, key, all_columns)
+        for batch in itertools.chain([first], batches):
+            yield from _rows_of_batch(arrow, batch, columns, number)
+            number += batch.num_rows
+    except (arrow.ArrowException, OSError) as error:
+        problem = "not an Arrow file" if number == 1 else "damaged from here on"
+        yield Row(0 if number == 1 else number, b"", f"{problem}: {first_line(error)}")
+
+
+def _arrow_batches(arrow: Any, ipc: Any, path: Path) -> Iterator[Any]:
+    """Record batches of a stream, which datasets writes, or of a file with random access."""
+    try:
+        with ipc.open_stream(open_document(path)) as stream:
+            yield from stream
+            return
+    except arrow.ArrowInvalid:
+        with open_document(path) as file:
+            if file.read(len(ARROW_MAGIC)) != ARROW_MAGIC:
+                raise
+    with ipc.open_file(open_document(path)) as table:
+        for place in range(table.num_record_batches):
+            yield table.get_batch(place)
 
 
 def read_rows(path: Path, start: int, end: int | None, key: str, all_columns: bool) -> Iterator[Row]:
@@ -76,13 +117,18 @@ def _rows_of_group(arrow: Any, table: Any, index: int, columns: list[str], numbe
     try:
         rows = FEW_ROWS if is_nested or size > GROUP_BYTES else ROWS
         for batch in table.iter_batches(batch_size=rows, row_groups=[index], columns=columns):
-            arrays = {name: _without_times(arrow, batch.column(name)) for name in columns}
-            for place in range(batch.num_rows):
-                yield _row(number, {name: array[place] for name, array in arrays.items()})
-                number += 1
+            yield from _rows_of_batch(arrow, batch, columns, number)
+            number += batch.num_rows
     except (OSError, arrow.ArrowException) as error:
         where = "from here on" if index + 1 == table.num_row_groups else f"up to row {end - 1}"
         yield Row(number, b"", f"damaged {where}: {first_line(error)}")
+
+
+def _rows_of_batch(arrow: Any, batch: Any, columns: Sequence[str], number: int) -> Iterator[Row]:
+    """Rows of a record batch, whose first one has this number."""
+    arrays = {name: _without_times(arrow, batch.column(name)) for name in columns}
+    for place in range(batch.num_rows):
+        yield _row(number + place, {name: array[place] for name, array in arrays.items()})
 
 
 def _row(number: int, scalars: dict[str, Any]) -> Row:

@@ -238,6 +238,8 @@ class Policy(TokenObjective):
         kl: its estimate: k1, k2 or k3. Source: John Schulman, Approximating KL Divergence (2020).
         sequence_ratio: one r a row, exp(mean of log r); `sum_ratio`: exp(sum of log r), as RLOO's.
         temperature: that the texts were sampled at.
+        is_cispo: CISPO: -A min(r, 1 + epsilon_high) log p, whose gradient is that of log p alone, so that no token is left
+            out. Source: arXiv:2506.13585.
     """
 
     metrics = ("clip_fraction", "kl", "ratio_error", "sampling_difference", "entropy")
@@ -252,9 +254,10 @@ class Policy(TokenObjective):
         sequence_ratio: bool = False,
         temperature: float = 1.0,
         sum_ratio: bool = False,
+        is_cispo: bool = False,
     ):
         super().__init__()
-        self.sum_ratio = sum_ratio
+        self.sum_ratio, self.is_cispo = sum_ratio, is_cispo
         self.low, self.high = 1.0 - epsilon, 1.0 + (epsilon if epsilon_high is None else epsilon_high)
         self.beta, self.kl, self.sequence_ratio = beta, kl, sequence_ratio
         self.cool, self.rescale = 1.0 / temperature, ops.Mul()
@@ -278,9 +281,13 @@ class Policy(TokenObjective):
             log_ratio = mean * mask
         ratio = self.exp(log_ratio)
         known = ops.stop_gradient(ratio)
-        plain, clipped = -advantages * ratio, -advantages * self.upper(self.lower(known, self.high), self.low)
-        is_plain = ops.cast(ops.stop_gradient(plain) >= clipped, mstype.float32)
-        losses = plain * is_plain + clipped * (1.0 - is_plain)
+        if self.is_cispo:
+            is_plain = ops.cast(known <= self.high, mstype.float32)
+            losses = -advantages * self.lower(known, self.high) * log_probs
+        else:
+            plain, clipped = -advantages * ratio, -advantages * self.upper(self.lower(known, self.high), self.low)
+            is_plain = ops.cast(ops.stop_gradient(plain) >= clipped, mstype.float32)
+            losses = plain * is_plain + clipped * (1.0 - is_plain)
         divergence = self.divergence(log_probs, reference) * mask
         if self.beta:
             losses = losses + self.beta * divergence

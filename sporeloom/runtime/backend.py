@@ -140,6 +140,10 @@ class Backend:
     def watch_for(self, seconds: float) -> None:
         """Set the seconds in a collective after which every rank reports its position."""
 
+    def seconds_of_communication(self) -> float | None:
+        """Seconds so far in the collectives and messages of graphs, in which this rank computes nothing; None: unknown."""
+        return None
+
     def announce_step(self, step: int) -> None:
         """Report the latest step of this rank to the others, for their message if it is killed."""
 

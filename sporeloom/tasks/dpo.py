@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,16 @@ import numpy as np
 from mindspore import nn
 from numpy.typing import NDArray
 
+from sporeloom.align.preferences import Floats, PairTotals, dpo_losses
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.files import write_atomically
-from sporeloom.data.examples import example_batch
+from sporeloom.data.examples import Pair, example_batch
 from sporeloom.nn.objectives import Objective, Preference
 from sporeloom.parallel.step import TrainStep
 from sporeloom.tasks.preference import PairTask, both
 from sporeloom.tasks.tuning import batches_of
+
+FILE, HELD_OUT_FILE = "reference.npy", "reference-{}.npy"
 
 
 class DPO(PairTask):
@@ -28,51 +31,59 @@ class DPO(PairTask):
     flags: tuple[str, ...] = ("loss_type", "beta", "label_smoothing")
     reference: NDArray[np.float32]
     """(pairs, 2): sums over the trained tokens of each text."""
-    _saved_hash: str | None = None
-    """Hash of the values that the run began with, where it is resumed."""
+    held_out: dict[str, NDArray[np.float32]]
+    """The same of validation sets, by their content."""
+    _saved: Mapping[str, Any]
+    """Hashes of the values that the run began with, where it is resumed."""
 
     def loss(self) -> nn.Cell:
         return Preference(self.config.loss_type, self.config.beta, self.config.label_smoothing)
 
-    @property
-    def _kept(self) -> Path:
-        path: Path = self.config.output_dir / "reference.npy"
-        return path
-
     def begin(self, step: TrainStep, steps_done: int) -> None:
+        folder, saved = self.config.output_dir, getattr(self, "_saved", {})
+        sets = {each.content: each.pairs for each in self.sets.values()}
+        self.held_out = {}
         if steps_done:
-            if not self._kept.is_file():
-                raise ConfigError(f"{self._kept} is missing: the reference log-probabilities of the run; start anew")
-            try:
-                self.reference = np.load(self._kept, allow_pickle=False)
-            except (OSError, EOFError, ValueError) as error:
-                raise ConfigError(f"{self._kept}: cannot be read: {error}; start anew") from None
-            if self.reference.shape != (self.num_samples, 2):
-                raise ConfigError(f"{self._kept}: is not of this run's {self.num_samples} pairs; start anew")
-            if self._saved_hash not in (None, _hash(self.reference)):
-                raise ConfigError(
-                    f"{self._kept}: not as the run wrote it (its hash differs); restore it, or start anew"
-                )
+            self.reference = _read(folder / FILE, self.num_samples, saved.get("reference"))
+            for content, pairs in sets.items():
+                hash_of = saved.get("held_out", {}).get(content)
+                self.held_out[content] = _read(folder / HELD_OUT_FILE.format(content), len(pairs), hash_of)
             return
-        size, length = 2 * self.config.batch_size, self.run.seq_len
+        self.reference = self._sums(self.pairs)
+        self._keep(folder / FILE, self.reference)
+        for content, pairs in sets.items():
+            self.held_out[content] = self._sums(pairs)
+            self._keep(folder / HELD_OUT_FILE.format(content), self.held_out[content])
+
+    def _sums(self, pairs: Sequence[Pair]) -> NDArray[np.float32]:
+        """Log-probabilities of the texts of pairs by the present weights, (pairs, 2)."""
         sums = list[NDArray[np.float32]]()
-        for real, batch in batches_of(both(self.pairs), size, lambda part: example_batch([[e] for e in part], length)):
+        for real, batch in batches_of(both(pairs), 2 * self.config.batch_size, self.rows):
             log_probs = self.evaluated(self.net, batch)
             sums.append((log_probs * batch.loss_weights).sum(1)[:real])
-        self.reference = np.concatenate(sums).reshape(-1, 2)
+        return np.concatenate(sums).reshape(-1, 2)
+
+    def _keep(self, path: Path, reference: NDArray[np.float32]) -> None:
+        def write(partial: Path) -> None:
+            with partial.open("wb") as file:
+                np.save(file, reference)
+
         if self.engine.rank == 0:
-            write_atomically(self._kept, self._write)
+            write_atomically(path, write)
 
     def state(self) -> dict[str, Any]:
         found = getattr(self, "reference", None)  # not yet known where the state of a run to resume is compared
-        return {} if found is None else {"reference": _hash(found)}
+        if found is None:
+            return {}
+        held_out = {content: _hash(values) for content, values in self.held_out.items()}
+        return {"reference": _hash(found), **({"held_out": held_out} if held_out else {})}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self._saved_hash = state.get("reference")
+        self._saved = state
 
-    def _write(self, path: Path) -> None:
-        with path.open("wb") as file:
-            np.save(file, self.reference)
+    def pair_losses(self, pairs: Sequence[Pair], totals: PairTotals, content: str) -> tuple[Floats, Floats]:
+        config, reference = self.config, self.held_out[content].astype(np.float64)
+        return dpo_losses(totals, reference, config.loss_type, config.beta, config.label_smoothing)
 
     def batch(self, step: int) -> Sequence[NDArray[Any]]:
         batch = example_batch([[example] for example in both(self.drawn(step))], self.run.seq_len)
@@ -90,6 +101,28 @@ class DPO(PairTask):
         first, found = np.argmax(mask > 0, axis=1), np.zeros_like(mask)
         found[np.arange(len(first)), first] = sums
         return found
+
+
+def _read(path: Path, num_pairs: int, saved_hash: str | None) -> NDArray[np.float32]:
+    """Read the reference log-probabilities that a run has kept.
+
+    Raises:
+        ConfigError: they are not there, or not those.
+    """
+    if not path.is_file():
+        raise ConfigError(
+            f"{path} is missing: reference log-probabilities of the run, or of a validation set that it began without; "
+            "start anew"
+        )
+    try:
+        reference: NDArray[np.float32] = np.load(path, allow_pickle=False)
+    except (OSError, EOFError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}; start anew") from None
+    if reference.shape != (num_pairs, 2):
+        raise ConfigError(f"{path}: is not of this run's {num_pairs} pairs; start anew")
+    if saved_hash not in (None, _hash(reference)):
+        raise ConfigError(f"{path}: not as the run wrote it (its hash differs); restore it, or start anew")
+    return reference
 
 
 def _hash(reference: NDArray[np.float32]) -> str:

@@ -10,9 +10,17 @@ import numpy as np
 from mindspore import nn
 from numpy.typing import NDArray
 
-from sporeloom.align.advantages import group_advantages, leave_one_out_advantages, rewards_with_kl, token_weights
+from sporeloom.align.advantages import (
+    group_advantages,
+    has_contrast,
+    leave_one_out_advantages,
+    overlong_penalties,
+    rewards_with_kl,
+    token_weights,
+)
 from sporeloom.nn.objectives import Policy
 from sporeloom.tasks.policy import PolicyTask, Round
+from sporeloom.tasks.rollouts import SampledText
 
 
 class GRPO(PolicyTask):
@@ -22,6 +30,7 @@ class GRPO(PolicyTask):
     flags = (
         *("loss_type", "beta", "kl_estimator", "epsilon", "epsilon_high", "num_generations", "num_iterations"),
         *("scale_rewards", "importance_sampling_level", "advantage", "reward_kl_coef"),
+        *("max_resamples", "overlong_buffer", "overlong_penalty", "mask_truncated_completions"),
     )
 
     def loss(self) -> nn.Cell:
@@ -29,14 +38,57 @@ class GRPO(PolicyTask):
         level = config.importance_sampling_level
         clip = (config.epsilon, config.epsilon_high)
         return Policy(
-            *clip, config.beta, config.kl_estimator, level == "sequence", config.temperature, level == "sequence-sum"
+            *(*clip, config.beta, config.kl_estimator, level == "sequence", config.temperature),
+            *(level == "sequence-sum", config.loss_type == "cispo"),
         )
+
+    def rewarded(self, draw: int) -> tuple[list[SampledText], NDArray[np.float64]]:
+        """Texts of a round. Where prompts are replaced, each round has its own draws, so that nothing depends on how many
+        earlier ones took; the last draw's prompts fill up what is missing."""
+        config, size = self.config, self.config.num_generations
+        kept, rewards = list[SampledText](), list[float]()
+        first = draw * (config.max_resamples + 1)
+        if not config.max_resamples:
+            return super().rewarded(draw)
+        for number in range(config.max_resamples + 1):
+            texts, found = super().rewarded(first + number)
+            missing = config.batch_size - len(kept)
+            differs = np.repeat(has_contrast(found, size), size)
+            chosen = np.flatnonzero(differs)[:missing]
+            if number == config.max_resamples and len(chosen) < missing:
+                others = np.flatnonzero(~differs)[: missing - len(chosen)]
+                chosen = np.sort(np.concatenate([chosen, others]))
+            kept += [texts[place] for place in chosen]
+            rewards += [float(found[place]) for place in chosen]
+            if len(kept) == config.batch_size:
+                break
+        return kept, np.asarray(rewards)
+
+    def rewards(self, texts: Sequence[SampledText]) -> NDArray[np.float64]:
+        config, found = self.config, super().rewards(texts)
+        if not config.overlong_buffer:
+            return found
+        lengths = np.array([len(text.tokens) for text in texts])
+        penalties = overlong_penalties(lengths, config.max_completion_length, config.overlong_buffer)
+        penalized: NDArray[np.float64] = found + config.overlong_penalty * penalties
+        return penalized
+
+    def metrics(self, step: int, counts: NDArray[np.float32] | None) -> dict[str, Any]:
+        found = super().metrics(step, counts)
+        if self.config.max_resamples:
+            assert self.collected
+            share = has_contrast(self.collected.rewards, self.config.num_generations).mean()
+            found["informative_groups"] = float(share)
+        return found
 
     def judged(
         self, found: Round, mask: NDArray[np.float32]
     ) -> tuple[NDArray[np.float32], NDArray[Any], Sequence[NDArray[Any]]]:
         config = self.config
-        weights = token_weights(mask, config.loss_type, config.max_completion_length).astype(np.float32)
+        trained = mask
+        if config.mask_truncated_completions:
+            trained = mask * np.array([[text.has_ended] for text in found.texts], np.float32)
+        weights = token_weights(trained, config.loss_type, config.max_completion_length).astype(np.float32)
         rewards = found.rewards
         if config.reward_kl_coef:
             rewards = rewards_with_kl(rewards, found.old, found.reference, mask, config.reward_kl_coef)

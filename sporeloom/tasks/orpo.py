@@ -10,6 +10,8 @@ import numpy as np
 from mindspore import nn
 from numpy.typing import NDArray
 
+from sporeloom.align.preferences import Floats, PairTotals, orpo_losses
+from sporeloom.data.examples import Pair
 from sporeloom.models.config import NO_LABEL
 from sporeloom.nn.preferences import ORPO
 from sporeloom.tasks.preference import ReferenceFreeTask
@@ -30,6 +32,9 @@ class ORPOTask(ReferenceFreeTask):
         likelihood[1::2] = 0
         likelihood /= likelihood.sum()
         return [*batch._replace(loss_weights=batch.loss_weights / np.float32(self.config.batch_size)), likelihood]
+
+    def pair_losses(self, pairs: Sequence[Pair], totals: PairTotals, content: str) -> tuple[Floats, Floats]:
+        return orpo_losses(totals, self.config.beta)
 
 
 TASK = ORPOTask

@@ -18,6 +18,7 @@ from sporeloom.core.errors import ConfigError
 from sporeloom.data.batch import Batch
 from sporeloom.data.examples import PromptLine, example_batch
 from sporeloom.evaluation.reward import PREFIX, program_reward
+from sporeloom.inference.sampling import SamplingConfig
 from sporeloom.nn.objectives import Objective, Policy, ValueLoss
 from sporeloom.parallel.step import TrainStep
 from sporeloom.tasks.judges import Judge, Reference
@@ -97,7 +98,11 @@ class PolicyTask(Tuning):
 
     def begin(self, step: TrainStep, steps_done: int) -> None:
         config = self.config
-        self.rollouts = Rollouts(self.engine, self.run, self.net.model, self.tokenizer, config.batch_size)
+        sampling = SamplingConfig(temperature=config.temperature, seed=config.seed)
+        self.rollouts = Rollouts(
+            *(self.engine, self.run, self.net.model, self.tokenizer),
+            *(config.batch_size, sampling, config.max_completion_length),
+        )
         if self.config.has_reference:
             self.reference = Reference(self.engine, self.run, self.net, Policy(temperature=config.temperature))
         if config.reward_model:
@@ -131,12 +136,8 @@ class PolicyTask(Tuning):
 
     def collect(self, number: int) -> Round:
         """Sample and reward the texts of a round. All ranks get the same."""
-        config = self.config
-        chosen = self.samples(number, self.prompts_per_round)
-        numbers = np.repeat(chosen, config.texts_per_prompt)
-        first = number * len(numbers)
         self.engine.refresh(self.net, self.net.parallel_report)
-        texts = self.rollouts.sample(self.prompts, numbers.tolist(), range(first, first + len(numbers)))
+        texts, rewards = self.rewarded(number)
         batch = self.texts(texts)
         reference = np.zeros_like(batch.loss_weights)
         if self.reference:
@@ -145,7 +146,15 @@ class PolicyTask(Tuning):
         for row, text in enumerate(texts):
             sampled[row, batch.loss_weights[row] > 0] = text.log_probs
         old, values = self.before(batch)
-        return Round(number, texts, self.rewards(texts), sampled if old is None else old, reference, sampled, values)
+        return Round(number, texts, rewards, sampled if old is None else old, reference, sampled, values)
+
+    def rewarded(self, draw: int) -> tuple[list[SampledText], NDArray[np.float64]]:
+        """Sample texts for as many prompts as a round has, those of `draw` in the order of prompts, and reward them."""
+        chosen = self.samples(draw, self.prompts_per_round)
+        numbers = np.repeat(chosen, self.config.texts_per_prompt)
+        first = draw * len(numbers)
+        texts = self.rollouts.sample(self.prompts, numbers.tolist(), range(first, first + len(numbers)))
+        return texts, self.rewards(texts)
 
     def before(self, batch: Batch) -> tuple[NDArray[np.float32] | None, NDArray[np.float32]]:
         """Log-probabilities of the tokens before the first update, as training computes them, where they are

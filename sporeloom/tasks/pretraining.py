@@ -5,17 +5,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
+from mindspore import nn
 from numpy.typing import NDArray
 
+from sporeloom.data.examples import LineTokenizer
 from sporeloom.data.loader import Loader
 from sporeloom.data.megatron import MegatronLoader
 from sporeloom.data.random_ltd import draw_kept
-from sporeloom.data.windows import Windows
+from sporeloom.tasks.samples import PromptSampler
 from sporeloom.train.data import open_loader, tokenizer_path
+from sporeloom.train.samples import Sampler
 from sporeloom.train.task import Arrays, Task
+from sporeloom.train.validation import HeldOut, TokenLosses, TokenSet
 from sporeloom.train.validation_data import open_sets
 
 
@@ -29,11 +34,22 @@ class Pretraining(Task):
     def open_data(self) -> None:
         self.tokenizer, self.loader = open_loader(self.run, self.engine.rank)
 
-    def validation_sets(self) -> Mapping[str, Windows]:
+    def validation_sets(self, net: nn.Cell) -> Mapping[str, HeldOut]:
         config: Any = self.run.config
         if not config.validation_data:
             return {}
-        return open_sets(self.run, config, tokenizer_path(self.run), self.engine.rank)
+        sets = open_sets(self.run, config, tokenizer_path(self.run), self.engine.rank)
+        losses = TokenLosses(self.run, self.engine, net)
+        return {
+            name: TokenSet(losses, partial(windows.batches, config.batch_size), windows.tokens.info.content)
+            for name, windows in sets.items()
+        }
+
+    def sampler(self, net: nn.Cell) -> Sampler | None:
+        if self.run.config.sample_prompts is None:
+            return None
+        reading = LineTokenizer(self.tokenizer, False, self.run.model.stop_ids, {})
+        return PromptSampler(self.run, self.engine, net, reading)
 
     def describe(self) -> str:
         told, dropping = self.loader.describe(self.run.config.steps), self.run.random_ltd

@@ -44,11 +44,21 @@ class Rollouts:
 
     Args:
         model: whose weights; trained by the same engine.
-        num_rows: texts worked on at once.
+        num_rows: number of texts that are generated at the same time.
+        max_tokens: maximum number of tokens of a text.
     """
 
-    def __init__(self, engine: Engine, run: Run, model: nn.Cell, tokenizer: Any, num_rows: int):
-        self.engine, self.run, config = engine, run, run.config
+    def __init__(
+        self,
+        engine: Engine,
+        run: Run,
+        model: nn.Cell,
+        tokenizer: Any,
+        num_rows: int,
+        sampling: SamplingConfig,
+        max_tokens: int,
+    ):
+        self.engine, self.run, self.most = engine, run, max_tokens
         shape = (num_rows, num_slots_for(run.seq_len))
         net = build_model(run.family, run.model, run.strategy, shape, weights_of=model, lora=run.lora)
         for parameter in net.get_parameters():
@@ -56,10 +66,7 @@ class Rollouts:
                 parameter.init_data()
         self.decoding = cached(engine, net, run.model, *shape)
         self.stop_ids = run.model.end_ids
-        sampling: Any = config
-        settings = SamplingConfig(temperature=sampling.temperature, seed=config.seed)
-        self.sampler = Sampler(settings, self.stop_ids, tokenizer.vocab_size)
-        self.most = sampling.max_completion_length
+        self.sampler = Sampler(sampling, self.stop_ids, tokenizer.vocab_size)
 
     def sample(
         self, prompts: Sequence[PromptLine], numbers: Sequence[int], streams: Sequence[int]

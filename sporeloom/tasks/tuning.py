@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,13 @@ from mindspore import Tensor, nn
 from numpy.typing import NDArray
 
 from sporeloom.data.batch import Batch
-from sporeloom.data.examples import LineTokenizer, identity
+from sporeloom.data.examples import Line, LineTokenizer, identity, read_lines
 from sporeloom.data.sample_order import epoch_samples
+from sporeloom.tasks.samples import PromptSampler
+from sporeloom.train.samples import Sampler
 from sporeloom.train.task import Task
 from sporeloom.train.tuning import open_reading, open_tokenizer
+from sporeloom.train.validation_data import named_paths
 
 
 class Tuning(Task):
@@ -47,7 +51,7 @@ class Tuning(Task):
 
     def data_state(self) -> dict[str, Any]:
         return {
-            "lines": hashlib.sha256(identity(self.run.data).encode()).hexdigest()[:16],
+            "lines": lines_hash(self.run.data),
             "batch_size": self.config.batch_size,
             "seq_len": self.run.seq_len,
             "seed": self.config.seed,
@@ -59,6 +63,17 @@ class Tuning(Task):
         count = self.config.batch_size if count is None else count
         key = int.from_bytes(hashlib.sha256(f"{self.config.seed} samples".encode()).digest()[:8], "big")
         return epoch_samples(step * count, count, self.num_samples, key)
+
+    def held_out_lines(self) -> dict[str, tuple[Path, list[Line]]]:
+        """Names of the validation sets -> path and lines; none where the run has none."""
+        config = self.config
+        sets = named_paths(getattr(config, "validation_data", ()))
+        return {name: (path, read_lines(path, config.wanted)) for name, path in sets.items()}
+
+    def sampler(self, net: nn.Cell) -> Sampler | None:
+        if self.config.sample_prompts is None:
+            return None
+        return PromptSampler(self.run, self.engine, net, open_reading(self.run, self.tokenizer))
 
     def evaluated(self, net: nn.Cell, batch: Batch, parts: int = 1) -> NDArray[np.float32]:
         """Output of a network with an objective for each token, by its present weights, on all ranks: (B, parts *
@@ -73,6 +88,11 @@ class Tuning(Task):
         shape = (batch.tokens.shape[0], parts * batch.tokens.shape[1])
         values = output.asnumpy().reshape(shape) if self.engine.rank == source else np.zeros(shape, np.float32)
         return self.engine.broadcast(values.astype(np.float32), source)
+
+
+def lines_hash(lines: Sequence[Line]) -> str:
+    """Identity of lines."""
+    return hashlib.sha256(identity(lines).encode()).hexdigest()[:16]
 
 
 def batches_of(items: Sequence[Any], size: int, make: Callable[[Sequence[Any]], Batch]) -> Iterator[tuple[int, Batch]]:

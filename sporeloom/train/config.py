@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -45,20 +44,21 @@ from sporeloom.train.flags import (
 from sporeloom.train.folder import earlier_run, folder_problems, settled
 from sporeloom.train.groups import ParameterGroups, read_groups
 from sporeloom.train.loss_scale import FLOAT16_INITIAL
+from sporeloom.train.sample_flags import SampleFlags
 from sporeloom.train.schedule_flags import ScheduleFlags
 from sporeloom.train.schedules import learning_rate
 from sporeloom.train.spikes import parse_steps
+from sporeloom.train.token_dropping import random_ltd_problems
 from sporeloom.train.tracking_flags import TrackingFlags
 
 MAX_TOKENS = 1 << 28
 """Maximum number of tokens in one step: more are a typing error."""
-MAX_LENGTHS = 16
-"""Maximum number of sequence lengths with random-LTD: each is a graph to compile."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(
     TrackingFlags,
+    SampleFlags,
     CheckpointFlags,
     FaultFlags,
     PrecisionFlags,
@@ -193,7 +193,7 @@ def check(config: TrainingConfig, num_processes: int | None) -> Run:
         config = problems.of(_with_own_tokenizer, config, family) or config
     problems += _own_problems(config)
     problems += config.problems()
-    problems += [*config.tracking_problems(), *_ema_and_certificate(config)]
+    problems += [*config.tracking_problems(), *config.sample_problems(), *_ema_and_certificate(config)]
     strategy = problems.of(load_strategy, config.strategy) if config.strategy else SINGLE_DEVICE
     if config.tokenizer and not config.tokenizer.exists():
         problems.append(f"--tokenizer {config.tokenizer}: there is no such tokenizer")
@@ -214,7 +214,7 @@ def check(config: TrainingConfig, num_processes: int | None) -> Run:
     loss_scale = problems.of(_loss_scale, config, model)
     random_ltd = problems.of(config.random_ltd, model, sizes) if model and sizes else None
     if random_ltd and model and sizes and strategy:
-        problems += _random_ltd_problems(config, random_ltd, model, sizes, strategy)
+        problems += random_ltd_problems(config, random_ltd, model, sizes, strategy)
     if strategy:
         problems += _strategy_problems(config, strategy, model, sizes, num_processes)
         problems += adapter_problems(strategy) if lora else []
@@ -397,6 +397,7 @@ def _strategy_problems(
     yield from _optimizer_problems(config, strategy)
     yield from config.strategy_problems(strategy)
     yield from config.ema_problems(strategy)
+    yield from config.sampling_problems(strategy)
     yield from launch_problems(strategy, num_processes) if num_processes is not None else []
     yield from model_problems(strategy, model) if model else []
     yield from strategy.axis_problems("sampling") if config.samples_texts else []
@@ -407,45 +408,14 @@ def _strategy_problems(
             f"{strategy.at('pipeline.virtual_stages')}: {config.task} also runs the model by itself, a stage after "
             "the other; leave virtual stages out"
         )
-    if strategy.pipeline.virtual_stages > 1 and getattr(config, "validation_data", None):
+    if strategy.pipeline.virtual_stages > 1 and not strategy.is_spmd and getattr(config, "validation_data", None):
         yield (
-            f"{strategy.at('pipeline.virtual_stages')}: --validation-data runs the model by itself, a stage after the other; "
-            "leave virtual stages out, or score checkpoints with sporeloom score"
+            f"{strategy.at('pipeline.virtual_stages')}: --validation-data runs the model by itself, which MindSpore's "
+            "partitioner does a stage after the other; leave virtual stages out, or engine: mindspore"
         )
     for batch_size, length in sizes.shapes() if sizes else []:
         yield from batch_problems(strategy, batch_size // config.rows_per_unit, length, config.accumulate)
         yield from group_problems(strategy, model, batch_size, length, config.accumulate) if model else []
-
-
-def _random_ltd_problems(
-    config: TrainingConfig, dropping: RandomLTD, model: ModelConfig, sizes: Sizes, strategy: Strategy
-) -> Iterator[str]:
-    if config.certificate:
-        yield f"--certificate {config.certificate}: it covers layers that process all tokens, not random-LTD"
-    plain = sum(path.startswith("layers.") for path in model.layers)
-    if outside := [layer for layer in dropping.layers if layer >= plain]:
-        yield f"--random-ltd-layers: layer {outside[0]} is outside 0 .. {plain - 1}, the layers that can drop tokens"
-    if not dropping.layers:
-        yield f"--random-ltd-min-value: {model.num_layers} layers have none between the first and the last"
-    if model.experts:
-        yield "--random-ltd-min-value: expert capacity is counted in full sequences; leave it out"
-    yield from strategy.axis_problems("random-LTD")
-    least, most, growth = dropping.min_value, dropping.max_value, dropping.seq_per_step
-    if least > most:
-        yield f"--random-ltd-min-value {least} is outside 1 .. {most}, the tokens of a sequence"
-    elif least % growth:
-        yield f"--random-ltd-min-value {least} is not a multiple of --random-ltd-seq-per-step {growth}"
-    elif len(lengths := dropping.lengths(sizes, config.steps)) > MAX_LENGTHS:
-        enough = math.ceil((most - least) / (MAX_LENGTHS - 1))
-        yield (
-            f"--random-ltd-seq-per-step {growth}: each of the {len(lengths)} lengths is a graph to compile; "
-            f"{enough} or more makes at most {MAX_LENGTHS}"
-        )
-    else:
-        for batch, length in sizes.shapes():
-            known = batch_problems(strategy, batch, length, config.accumulate)
-            for kept in lengths:
-                yield from (p for p in batch_problems(strategy, batch, kept, config.accumulate) if p not in known)
 
 
 def _spike_problems(config: TrainingConfig) -> Iterator[str]:

@@ -185,8 +185,6 @@ class EMAFlags:
             yield "--validate-ema: there are no averages without --ema-decay; give it, too"
         if not getattr(self, "validation_data", ()):
             yield "--validate-ema: there is nothing to validate with; give --validation-data NAME=PATH, too"
-        if strategy.mesh.pp > 1:
-            yield f"{strategy.at('mesh.pp')}: --validate-ema is for runs without a pipeline; leave it out"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,8 +196,8 @@ class ValidationFlags:
 
     validation_data: tuple[str, ...] = option(
         (),
-        "NAME=PATH ...: validation sets, each a text or a folder of token files; their losses are computed while training "
-        "and after the last step (default: none)",
+        "NAME=PATH ...: validation sets, each a text or a folder of token files, or for fine-tuning lines like those of "
+        "--data; their losses are computed while training and after the last step (default: none)",
     )
     validate_every: Natural = option(0, "interval in steps between validations; 0: after the last step only")
     early_stopping_patience: Natural = option(

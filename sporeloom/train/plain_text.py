@@ -26,7 +26,7 @@ from sporeloom.models.config_file import config_with_file, model_folder
 from sporeloom.models.family import family_module, size_config
 from sporeloom.train.config import TrainingConfig
 from sporeloom.train.flags import ValidationFlags
-from sporeloom.train.validation_data import validation_problems
+from sporeloom.train.validation_data import check_text, validation_problems
 
 
 class PlainText(NamedTuple):
@@ -149,7 +149,7 @@ class TrainConfig(RandomLTDFlags, ValidationFlags, SizeFlags, TrainingConfig):
         return _sizes(self, seq_len)
 
     def problems(self) -> Iterator[str]:
-        yield from validation_problems(self)
+        yield from validation_problems(self, check_text)
         if self.packing == "best-fit" and self.seq_len_growth:
             yield "--packing best-fit: sequences of one length only; leave out --seq-len-growth"
         if self.curriculum:

@@ -7,7 +7,7 @@ import contextlib
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,9 +17,10 @@ import mindspore as ms
 from sporeloom.core.files import write_text_atomically
 from sporeloom.core.json_text import json_text
 from sporeloom.runtime.engine import Engine
+from sporeloom.runtime.trace import TRACE, now
 from sporeloom.train.utilization import StepFlops, Utilization
 
-Activity = Literal["compile", "data", "compute", "validation", "checkpoint"]
+Activity = Literal["compile", "data", "compute", "communication", "validation", "evaluation", "checkpoint"]
 FILE = "summary.json"
 RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 """Bytes in the unit of ru_maxrss."""
@@ -41,11 +42,27 @@ class RunTimes:
     @contextlib.contextmanager
     def measure(self, activity: Activity) -> Iterator[None]:
         """Add the time of the block to an activity."""
-        begin = time.perf_counter()
+        begin, traced = time.perf_counter(), now()
         try:
             yield
         finally:
             self.seconds[activity] = self.seconds.get(activity, 0.0) + time.perf_counter() - begin
+            TRACE.add("loop", activity, traced)
+
+    @contextlib.contextmanager
+    def measure_step(self, communicated: Callable[[], float | None]) -> Iterator[None]:
+        """Add the time of a step to `compute`, without the time in which it communicates and does not compute.
+
+        Args:
+            communicated: seconds of communication so far; None: unknown, so that it counts as computation.
+        """
+        before = communicated()
+        with self.measure("compute"):
+            yield
+        after = communicated()
+        if before is not None and after is not None:
+            self.seconds["communication"] = self.seconds.get("communication", 0.0) + after - before
+            self.seconds["compute"] -= after - before
 
     def add_step(self, tokens: int, flops: StepFlops | None) -> None:
         """Count a step."""
@@ -57,7 +74,7 @@ class RunTimes:
         """Values of summary.json: times in seconds, and throughput while computing."""
         total = time.perf_counter() - self.began
         split = {name: round(seconds, 3) for name, seconds in self.seconds.items()}
-        computing = self.seconds.get("compute", 0.0)
+        computing = self.seconds.get("compute", 0.0) + self.seconds.get("communication", 0.0)
         rates = utilization.rates(self.tokens, self.flops, computing) if computing else {}
         return {
             "steps": self.steps,

@@ -358,10 +358,15 @@ def begin_averages(cell: nn.Cell, engine: Engine, report: Report) -> None:
 
 
 @contextlib.contextmanager
-def averaged_weights(cell: nn.Cell) -> Iterator[None]:
-    """Let the weights be their averages, and afterwards what they were. Takes a copy in host memory. Not in a pipeline."""
+def averaged_weights(cell: nn.Cell, engine: Engine, report: Report) -> Iterator[None]:
+    """Let the weights be their averages, and afterwards what they were: those that this rank computes with. Takes a copy in
+    host memory."""
     parameters = {parameter.name: parameter for parameter in cell.get_parameters()}
-    averages = {name.removeprefix(AVERAGES): parameters[name] for name in parameters if name.startswith(AVERAGES)}
+    averages = {
+        name.removeprefix(AVERAGES): parameter
+        for name, parameter in parameters.items()
+        if name.startswith(AVERAGES) and engine.held_slices(name, tuple(report.of(name).global_shape)) is not None
+    }
     before = {name: parameters[name].asnumpy().copy() for name in averages}
 
     def give(values: Mapping[str, Any]) -> None:

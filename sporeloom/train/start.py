@@ -37,7 +37,9 @@ from sporeloom.train.history import History
 from sporeloom.train.loss_scale import LossScale
 from sporeloom.train.muon import ITERATIONS, Muon
 from sporeloom.train.optim import SGD, AdamW
+from sporeloom.train.profile import Profile
 from sporeloom.train.run_summary import RunTimes
+from sporeloom.train.samples import Samples
 from sporeloom.train.saving import BEGIN_AS_ZEROS, WEIGHTS, leave_undrawn
 from sporeloom.train.spikes import SpikeGuard
 from sporeloom.train.task import Task
@@ -63,6 +65,10 @@ class Training:
     """Handler of loss spikes, which leads back to a checkpoint."""
     validation: Validation | None = None
     """Losses of validation sets, where the run has some."""
+    samples: Samples | None = None
+    """Texts for given prompts, where the run has some."""
+    profile: Profile | None = None
+    """Recorder of some steps."""
     times: RunTimes = dataclasses.field(default_factory=RunTimes)
     history: History | None = None
     """Starts of the run; the logging rank has it."""
@@ -97,9 +103,13 @@ def start(run: Run) -> Training:
     report = parallelize(net, run.strategy)  # before the data: it may find mistakes, and nothing is written yet
     task.open_data()
     training = _build_step(run, engine, task, net, report)
-    if sets := task.validation_sets():
-        patience: int = config.early_stopping_patience  # type: ignore[attr-defined]
-        training.validation = Validation(run, engine, net, sets, patience)
+    if sets := task.validation_sets(net):
+        given: Any = config
+        training.validation = Validation(engine, net, sets, given.validate_every, given.early_stopping_patience)
+    if sampler := task.sampler(net):
+        training.samples = Samples(engine, net, sampler, config.prompts(), config.output_dir, config.evaluate_every)
+    if steps := config.profiled_steps():
+        training.profile = Profile(engine, config.output_dir, steps)
     what = f"{config.model_name()}: {num_parameters(run.model):,} parameters"
     if run.lora:
         trained = sum(map(math.prod, run.lora.shapes(run.model).values()))

@@ -25,6 +25,7 @@ from sporeloom.train.start import Training, adapter_settings, compile_for, optim
 UNSAID = {
     **{"schedule": "cosine", "random_ltd": None, "packing": "stream", "curriculum": None},
     **{"advantage": "group", "reward_kl_coef": 0.0, "ema_decay": 0.0},
+    **{"max_resamples": 0, "overlong_buffer": 0, "overlong_penalty": 1.0, "mask_truncated_completions": False},
 }
 """Values of settings that checkpoints of earlier releases do not name."""
 SCHEDULE = ("learning_rate", "min_learning_rate", "warmup_steps", "decay_steps")

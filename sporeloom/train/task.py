@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from sporeloom.data.batch import Batch, dropout_keys, mtp_targets
 from sporeloom.data.tokenizer import Tokenizer
-from sporeloom.data.windows import Windows
 from sporeloom.models.family import family_module
 from sporeloom.nn.lora import attach_adapters
 from sporeloom.nn.token_drop import attach_token_drop
@@ -23,6 +22,8 @@ from sporeloom.parallel.step import TrainStep
 from sporeloom.runtime.engine import Engine
 from sporeloom.train.config import Run
 from sporeloom.train.metrics import expert_metrics
+from sporeloom.train.samples import Sampler
+from sporeloom.train.validation import HeldOut
 
 Arrays = list[NDArray[Any]]
 
@@ -133,9 +134,13 @@ class Task(ABC):
     def restore(self, state: dict[str, Any]) -> None:  # noqa: B027 (likewise)
         """Restore the state that `state` returned."""
 
-    def validation_sets(self) -> Mapping[str, Windows]:
-        """Named texts to validate with, after `open_data`; none where a task has no validation."""
+    def validation_sets(self, net: nn.Cell) -> Mapping[str, HeldOut]:
+        """Named sets to validate `net`, the parallelized network, with, after `open_data`; none where the run has none."""
         return {}
+
+    def sampler(self, net: nn.Cell) -> Sampler | None:
+        """Model that continues the prompts of the run with the parameters of `net`; None where it has no prompts."""
+        return None
 
     def add_files(self, folder: Path) -> None:
         """Add further files of a model to its folder."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags about the figures of a run: what they are relative to, and where they go."""
+"""Flags about the figures of a run: what they are relative to, where they go, and which steps are profiled."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from sporeloom.core.command_line import option
-from sporeloom.core.errors import did_you_mean
+from sporeloom.core.errors import Problems, did_you_mean
+from sporeloom.core.numbers import parse_ranges
 from sporeloom.planner.cluster import chips
 from sporeloom.train.trackers import TrackerName, missing_packages
 
@@ -38,6 +39,19 @@ class TrackingFlags:
         None, "name of the run in TensorBoard and trackers (default: the name of the output folder)"
     )
     project: str | None = option(None, "project of the run in trackers (default: sporeloom)")
+    profile: str | None = option(
+        None,
+        "steps to profile, as 11-13 or 11: CPU processes write one Chrome trace of all ranks to profile.json of the output "
+        "folder, devices what MindSpore's profiler writes (default: none)",
+    )
+
+    def profiled_steps(self) -> range | None:
+        """The steps of `--profile`.
+
+        Raises:
+            ConfigError: it names none.
+        """
+        return parse_ranges("--profile", [self.profile], "steps")[0] if self.profile else None
 
     def tracking_problems(self) -> Iterator[str]:
         """List the problems of these flags."""
@@ -46,6 +60,11 @@ class TrackingFlags:
                 f"--chip {self.chip}: not known{did_you_mean(self.chip, chips())}; known: {', '.join(chips())}; "
                 "without the flag there is no MFU"
             )
+        problems = Problems()
+        steps, last = problems.of(self.profiled_steps), getattr(self, "steps", 0)
+        yield from problems
+        if steps and steps[-1] > last:
+            yield f"--profile {self.profile}: the run has {last} steps; give some of those"
         yield from missing_packages(self.tracker)
         if len(set(self.tracker)) < len(self.tracker):
             yield f"--tracker {' '.join(self.tracker)}: a tracker twice"

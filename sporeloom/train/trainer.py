@@ -191,10 +191,17 @@ def run_steps(
             if writer:
                 writer.pass_over()
         else:
+            if training.profile:
+                training.profile.begin_step(step)
             metrics = _one_step(training, step)
+            if training.profile:
+                training.profile.end_step(step, step == run.config.steps)
             is_spike = guard is not None and training.engine.broadcast_value(guard.is_spike(metrics.loss), log_rank)
             if training.validation and not is_spike and training.validation.is_due(step, run.config.steps):
                 metrics = _validated(training, training.validation, metrics, saver)
+            if training.samples and not is_spike and training.samples.is_due(step, run.config.steps):
+                with training.times.measure("evaluation"):
+                    training.samples.write(step)
             with saver.saving_after_an_error(step):
                 if writer:
                     writer.write(metrics)
@@ -227,7 +234,7 @@ def _one_step(training: Training, step: int) -> StepMetrics:
     used_scale = scale.value if scale else None
     with training.times.measure("data"):
         inputs = training.batch(step - 1)
-    with training.times.measure("compute"):
+    with training.times.measure_step(engine.backend.seconds_of_communication):
         if run.config.rerun_every and step % run.config.rerun_every == 0:
             loss, norm, *counts = run_twice(engine, training.step, training.report, inputs, step)
         else:
@@ -255,11 +262,10 @@ def _validated(training: Training, validation: Validation, metrics: StepMetrics,
     """Metrics of a step with those of a validation after it; the model is written where it is the best so far."""
     config: Any = training.run.config
     with training.times.measure("validation"):
-        losses = validation.losses()
+        losses = validation.metrics()
         if config.validate_ema:
-            with averaged_weights(training.step):
-                averaged = validation.losses()
-            losses |= {name.removesuffix("loss") + "ema_loss": value for name, value in averaged.items()}
+            with averaged_weights(training.step, training.engine, training.report):
+                losses |= validation.metrics("ema_")
     told = ", ".join(f"{name} {losses[f'validation/{name}/loss']:.4f}" for name in validation.sets)
     of_averages = f"; of averages {losses['validation/ema_loss']:.4f}" if config.validate_ema else ""
     training.say(f"step {metrics.step}: validation loss {told}{of_averages}")

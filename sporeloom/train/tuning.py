@@ -31,7 +31,8 @@ from sporeloom.models.adapters import LoRAConfig
 from sporeloom.models.config import ModelConfig
 from sporeloom.strategy.certificate import about_task
 from sporeloom.train.config import Run, TrainingConfig
-from sporeloom.train.flags import Optimizer
+from sporeloom.train.flags import Optimizer, ValidationFlags
+from sporeloom.train.validation_data import validation_problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +135,16 @@ def open_reading(run: Run, tokenizer: Tokenizer, learn_all: bool = False) -> Lin
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFTConfig(TuningConfig):
+class ValidatedConfig(ValidationFlags, TuningConfig):
+    """Tuning with a loss that other lines than those of the training data have, too."""
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        yield from validation_problems(self, lambda path: read_lines(path, self.wanted))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTConfig(ValidatedConfig):
     """Supervised fine-tuning: `sporeloom sft`."""
 
     heading: ClassVar[str] = "training targets"
@@ -149,7 +159,7 @@ class SFTConfig(TuningConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairConfig(TuningConfig):
+class PairConfig(ValidatedConfig):
     """Training on pairs of a preferred and a rejected text."""
 
     wanted: ClassVar[Sequence[Sequence[str]]] = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
@@ -215,8 +225,8 @@ class PolicyConfig(TuningConfig):
     reward: tuple[str, ...] = option(
         (),
         "FILE.py:FUNCTION ...: reward functions, called with prompts, completions and further keys of the "
-        "lines; or humaneval-x:LANGUAGE, which gives 1 for a program that passes its tests; all rewards are "
-        "added (default: none)",
+        "lines; or http://HOST:PORT/PATH, a server that gets these as JSON; or "
+        "humaneval-x:LANGUAGE, which gives 1 for a program that passes its tests; all rewards are added (default: none)",
     )
     allow_execution: bool = option(
         False, "run the programs that the model writes, isolated, for --reward humaneval-x:..."
@@ -304,7 +314,22 @@ class GRPOConfig(PolicyConfig):
     loss_type: LossType = option(
         "grpo",
         "normalization of the loss: mean over each text, then over texts (grpo), over tokens (bnpo, "
-        "dapo), or over the maximum length (dr_grpo)",
+        "dapo), or over the maximum length (dr_grpo); cispo is the mean over tokens of log-probabilities whose weights are "
+        "clipped importance ratios",
+    )
+    max_resamples: Natural = option(
+        0,
+        "number of times that prompts whose texts all have the same reward are replaced by other prompts in a step (DAPO's "
+        "dynamic sampling); 0: never",
+    )
+    overlong_buffer: Natural = option(
+        0,
+        "number of tokens before --max-completion-length from which longer texts get a penalty that grows to "
+        "--overlong-penalty (DAPO's soft overlong punishment); 0: none",
+    )
+    overlong_penalty: Positive = option(1.0, "penalty of a text of the maximum length, with --overlong-buffer")
+    mask_truncated_completions: bool = option(
+        False, "leave texts that the maximum length cut off out of the loss (DAPO's overlong filtering)"
     )
     scale_rewards: Scale = option(
         "group", "standard deviation that advantages are divided by: of the group, of the batch, or none"
@@ -325,6 +350,14 @@ class GRPOConfig(PolicyConfig):
             yield f"--batch-size {self.batch_size} is not a multiple of --num-generations {self.num_generations}"
         if self.num_generations < 2:
             yield "--num-generations 1: a text is compared with the others of its group; give 2 or more"
+        if self.overlong_buffer > self.max_completion_length:
+            yield (
+                f"--overlong-buffer {self.overlong_buffer} is longer than --max-completion-length "
+                f"{self.max_completion_length}; give less"
+            )
+        if self.loss_type == "cispo" and self.importance_sampling_level != "token":
+            level = self.importance_sampling_level
+            yield f"--loss-type cispo has one ratio a token; leave --importance-sampling-level {level} out"
         if self.advantage == "leave-one-out" and self.scale_rewards == "group":
             yield "--advantage leave-one-out is not divided by a deviation of the group: give --scale-rewards none or batch"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from sporeloom.core.errors import ConfigError, Problems
@@ -46,17 +46,24 @@ def named_paths(entries: Sequence[str]) -> dict[str, Path]:
     return found
 
 
-def validation_problems(config: ValidationFlags) -> Iterator[str]:
-    """Problems of the flags, and of the texts that they name."""
+def check_text(path: Path) -> None:
+    """Raises:
+    ConfigError: it is neither a text nor a folder of token files.
+    """
+    if path.suffix in BLENDS:
+        raise ConfigError(f"{FLAG} {path}: one dataset a set, not a blend; give each dataset a name of its own")
+    if is_token_file(path):
+        TokenFile(path)
+    else:
+        read_documents(path)
+
+
+def validation_problems(config: ValidationFlags, check: Callable[[Path], object]) -> Iterator[str]:
+    """Problems of the flags, and of the sets that they name, by a function that raises those of one."""
     problems = Problems()
     sets = problems.of(named_paths, config.validation_data) or {}
     for path in sets.values():
-        if path.suffix in BLENDS:
-            problems.append(f"{FLAG} {path}: one dataset a set, not a blend; give each dataset a name of its own")
-        elif is_token_file(path):
-            problems.of(TokenFile, path)
-        else:
-            problems.of(read_documents, path)
+        problems.of(check, path)
     yield from problems
     needs = {
         "--validate-every": config.validate_every,

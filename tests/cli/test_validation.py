@@ -121,6 +121,22 @@ def test_a_mesh_validates_as_one_device_does_and_trains_as_without(plain, valida
             assert mine.get(key, 0) == pytest.approx(theirs.get(key, 0), abs=1e-5)
 
 
+def test_virtual_stages_validate_weights_and_averages_as_one_device_does(plain, sets, tmp_path):
+    four, strategy = tmp_path / "four.json", tmp_path / "virtual.yaml"
+    four.write_text(json.dumps({"num_layers": 4, "hidden_size": 32, "num_heads": 2}))
+    strategy.write_text(
+        f"mesh: {{pp: 2}}\nrules: {CONFIGS}/rules/decoder.yaml\npipeline: {{num_microbatches: 2, virtual_stages: 2}}\n"
+    )
+    averages = ("--ema-decay", 0.5, "--validate-ema", "--validate-every", 1, *sets)
+    shared = ("--steps", 2, "--config", four, "--tokenizer", plain / "checkpoint" / "tokenizer.model", *averages)
+    trained(*shared, "--output-dir", tmp_path / "one")
+    trained(*shared, "--output-dir", tmp_path / "virtual", "--strategy", strategy, processes=2)
+    for one, other in zip(lines(tmp_path / "one"), lines(tmp_path / "virtual"), strict=True):
+        assert one["validation/ema_loss"] != one["validation/loss"]
+        for name in ("loss", "validation/town/loss", "validation/other/loss", "validation/town/ema_loss"):
+            assert other[name] == pytest.approx(one[name], abs=1e-5), name
+
+
 def test_the_best_model_is_kept_and_training_stops_when_nothing_gets_better(sets, tmp_path):
     out = tmp_path / "out"
     stop = ("--validate-every", 2, "--early-stopping-patience", 2, "--keep-best", "--save-every", 2)
@@ -172,10 +188,6 @@ def test_a_resumed_run_remembers_the_best_loss_of_the_same_sets(validated, sets,
         (["--validate-every", 2], "--validate-every needs validation sets: give --validation-data"),
         (["--keep-best"], "--keep-best needs validation sets"),
         (["--validation-data", f"a={TEXT}", "--early-stopping-patience", 2], "give --validate-every"),
-        (
-            ["--validation-data", f"a={TEXT}", "--strategy", CONFIGS / "pangu_tiny_tp2_pp2_interleaved.yaml"],
-            "--validation-data runs the model by itself",
-        ),
     ],
 )
 def test_flags_that_cannot_be_honoured_are_refused(arguments, told, tmp_path):

@@ -25,6 +25,10 @@ from sporeloom.runtime.spmd.message_chain import Message
 REDUCTIONS: dict[str, Callable[..., Any]] = {"sum": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
 
 
+ADDED_DOMAIN = "Default/sharded/"
+"""Beginning of the domains of nodes that the partitioner adds."""
+
+
 class LoweringError(RuntimeError):
     """The graph communicates in a way that CPU processes do not support."""
 
@@ -52,6 +56,7 @@ def lower(
     widened = widen_bfloat16(model)
     counts: dict[str, int] = {}
     messages: dict[str, Message] = {}
+    producers = {node.output[0]: node for node in model.graph.node}
     for node, primitive in list(collective_nodes(model)):
         values = attributes(primitive)
         group, kind = values["group"], primitive.op_type
@@ -62,10 +67,19 @@ def lower(
         run = _collective(kind, values, Collectives(transport, ranks, (program, message.tag)))
         messages[node.output[0]] = message
         run = in_bfloat16(run) if node.output[0] in widened.values else run
-        run = transport.watched(f"{kind} of {place_of(node.domain)}, ranks {', '.join(map(str, message.ranks))}", run)
+        place = place_of(_domain(node, producers))
+        run = transport.watched(f"{kind} of {place}, ranks {', '.join(map(str, message.ranks))}", run)
         node.op_type = add_pyfunc_primitive(model, run, is_scalar=not output_of(node).dims)
     order_messages(model, messages, transport, program, among)
     return set(messages), widened
+
+
+def _domain(node: mind_ir.NodeProto, producers: Mapping[str, mind_ir.NodeProto]) -> str:
+    """Domain of the node whose result a collective sends: those that the partitioner adds are in no Cell themselves."""
+    source = node
+    while source.domain.startswith(ADDED_DOMAIN) and source.input and source.input[0] in producers:
+        source = producers[source.input[0]]
+    return str(source.domain)
 
 
 def _collective(kind: str, values: dict[str, Any], group: Collectives) -> Callable[[Array], Array]:

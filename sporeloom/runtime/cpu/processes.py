@@ -90,6 +90,9 @@ class CpuProcesses(SpmdBackend):
     def close(self) -> None:
         self.transport.close()
 
+    def seconds_of_communication(self) -> float | None:
+        return self.transport.communication_s
+
     def make_program(self, graph: RankGraph, cell: nn.Cell, name: str, among: Sequence[int]) -> Program:
         program = Program(graph, cell, self.transport, name, self._nan_finder, among)
         self.rounded = max(self.rounded, program.widened.rounded, key=Counter.total)

@@ -16,6 +16,7 @@ from sporeloom.runtime.cpu.lowering import lower
 from sporeloom.runtime.cpu.transport import Transport
 from sporeloom.runtime.spmd.program import LoadedProgram, materialize
 from sporeloom.runtime.spmd.rank_graph import RankGraph
+from sporeloom.runtime.trace import TRACE, now
 
 _MISSING = re.compile(r"Unsupported op \[(\w+)\] on CPU")
 WITHOUT_KERNEL = "one device has none either; use another operator, optimizer or step, or element type"
@@ -41,14 +42,18 @@ class Program(LoadedProgram):
         for name in self.widened.parameters:
             owners[name] = _in_float32(owners[name])
         super().__init__(graph, owners)
+        self.name = name
 
     def run(self, inputs: Sequence[Tensor]) -> Any:
+        begin = now()
         try:
             return super().run(inputs)
         except (RuntimeError, TypeError) as error:
             if missing := _MISSING.search(str(error)):
                 raise ConfigError(f"MindSpore has no kernel of {missing[1]} for CPUs: {WITHOUT_KERNEL}") from None
             raise
+        finally:
+            TRACE.add("graph", self.name, begin)
 
 
 def _in_float32(parameter: Parameter) -> Parameter:

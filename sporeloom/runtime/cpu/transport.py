@@ -26,6 +26,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from sporeloom.core.lines import first_line
 from sporeloom.runtime.cpu.meeting_place import MeetingPlace
+from sporeloom.runtime.trace import TRACE, now
 
 RECEIVE_TIMEOUT_S = 600.0
 GOODBYE_S = 0.3
@@ -63,6 +64,8 @@ class Transport:
         """Seconds in a collective after which every rank reports its position; see `watched`."""
         self._doing, self._since, self._told_at = "before its first collective", time.monotonic(), -math.inf
         self._step: int | None = None
+        self.communication_s = 0.0
+        """Seconds in watched messages so far."""
         self._inbox: dict[tuple[int, str], queue.Queue[Any]] = {}
         self._inbox_lock = threading.Lock()
         self._absent = set(range(size)) - {rank}  # peers that have not connected yet
@@ -187,6 +190,12 @@ class Transport:
         Raises:
             TransportError: no message arrived within the time-out.
         """
+        begin = now()
+        message = self._receive(peer, tag, timeout_s)
+        TRACE.add("wait", f"for rank {peer}", begin)
+        return message
+
+    def _receive(self, peer: int, tag: Hashable, timeout_s: float) -> Any:
         waiting, early = self._queue(peer, _text(tag)), min(self.watchdog_s, timeout_s)
         if self._doing.startswith(_IN):  # elsewhere a rank may wait long, for example for a request to serve
             try:
@@ -206,9 +215,12 @@ class Transport:
         """Wrap `run`, a message of a graph, so that this rank's reports of its position name it."""
 
         def call(x: Array) -> Array:
-            self._doing, self._since = f"{_IN}{what}", time.monotonic()
+            begin = now()
+            self._doing, self._since = f"{_IN}{what}", begin
             result = run(x)
-            self._doing, self._since = f"busy since {what}", time.monotonic()
+            self._doing, self._since = f"busy since {what}", now()
+            self.communication_s += self._since - begin
+            TRACE.add("communication", what, begin)
             return result
 
         return call

@@ -56,7 +56,7 @@ def training_of(norms, monkeypatch, skip_steps=(), scaled=True, optimizer=None):
         ),
         engine=SimpleNamespace(
             run=lambda *_: (Tensor([2.0]), Tensor([next(given)])),
-            backend=SimpleNamespace(announce_step=lambda _: None),
+            backend=SimpleNamespace(announce_step=lambda _: None, seconds_of_communication=lambda: None),
             broadcast_value=lambda value, _: value,
         ),
         task=SimpleNamespace(metrics=lambda *_: {}),
@@ -66,6 +66,8 @@ def training_of(norms, monkeypatch, skip_steps=(), scaled=True, optimizer=None):
         loss_scale=LossScale(2.0**32) if scaled else None,
         guard=None,
         validation=None,
+        samples=None,
+        profile=None,
         updates=0,
         times=RunTimes(),
         utilization=SimpleNamespace(of_step=lambda *_: None, rates=lambda *_: {}),

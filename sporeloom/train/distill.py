@@ -12,7 +12,7 @@ from typing import ClassVar
 from sporeloom.checkpoint.model_folder import load_config
 from sporeloom.core.command_line import option
 from sporeloom.core.errors import ConfigError
-from sporeloom.core.numbers import Natural, Positive, Share
+from sporeloom.core.numbers import Count, Natural, SamplingTemperature, Share
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import with_precision
 from sporeloom.strategy.checks import model_problems
@@ -22,10 +22,10 @@ from sporeloom.train.tuning import SFTConfig
 
 @dataclass(frozen=True, kw_only=True)
 class DistillConfig(SFTConfig):
-    """Knowledge distillation on given texts: `sporeloom distill`."""
+    """Knowledge distillation: `sporeloom distill`."""
 
     heading: ClassVar[str] = "distillation"
-    common: ClassVar[tuple[str, ...]] = ("teacher", "beta", "temperature")
+    common: ClassVar[tuple[str, ...]] = ("teacher", "beta", "temperature", "lmbda")
     task: ClassVar[str] = "distill"
 
     teacher: Path = option(..., "checkpoint folder of the teacher, whose tokenizer must be the student's")
@@ -34,7 +34,17 @@ class DistillConfig(SFTConfig):
         "divergence from the teacher: 0 is the forward KL, 1 the reverse KL, others the generalized Jensen-Shannon "
         "divergence",
     )
-    temperature: Positive = option(1.0, "number that the logits of both are divided by")
+    temperature: SamplingTemperature = option(
+        1.0, "number that the logits of both are divided by, also where the student samples texts"
+    )
+    lmbda: Share = option(
+        0.0,
+        "probability that a step learns from texts that the student itself samples for the prompts (on-policy), in "
+        "place of the completions of the data",
+    )
+    max_completion_length: Count = option(
+        64, "with --lmbda: maximum number of tokens that the student samples for a text"
+    )
     top_k: Natural = option(
         0, "compare only this many tokens, the most likely of the teacher, or the student, as --beta says; 0: all"
     )
@@ -56,6 +66,8 @@ class DistillConfig(SFTConfig):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
+        if self.lmbda and self.packing:
+            yield "--packing is for texts of the data; leave it out, or --lmbda"
         try:
             _, teacher = self.teacher_model()
         except ConfigError as error:
@@ -72,6 +84,11 @@ class DistillConfig(SFTConfig):
             yield f"{at}: its vocab_size is {teacher.vocab_size}, the student's {student.vocab_size}: they must be equal"
         if teacher.seq_len < length:
             yield f"{at}: its context of {teacher.seq_len} tokens is shorter than --seq-len {length}; give less"
+        if self.lmbda and self.max_completion_length >= length:
+            yield (
+                f"--max-completion-length {self.max_completion_length} leaves no room for a prompt in --seq-len {length}; "
+                "give less"
+            )
         if self.top_k >= student.vocab_size:
             yield f"--top-k {self.top_k}: the vocabulary has {student.vocab_size} tokens; give fewer, or 0 for all"
 

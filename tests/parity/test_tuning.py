@@ -37,7 +37,13 @@ TASKS = {
     "dpo": ("DPOConfig", {"batch_size": 4, "label_smoothing": 0.1, "learning_rate": 1e-4}),
     "orpo": ("ORPOConfig", {"batch_size": 4, "learning_rate": 1e-4}),
     "distill": ("DistillConfig", {"temperature": 2.0, "packing": True}),
-    "distill_lora": ("DistillConfig", {"beta": 0.0, "top_k": 8, "lora_r": 2, "learning_rate": 1e-2}),
+    "distill_lora": (  # half of the steps on texts of the student
+        "DistillConfig",
+        {
+            **{"beta": 0.0, "top_k": 8, "lora_r": 2, "learning_rate": 1e-2},
+            **{"lmbda": 0.5, "max_completion_length": 8},
+        },
+    ),
     "kto": ("KTOConfig", {"undesirable_weight": 1.5, "learning_rate": 1e-4}),
 }
 SPEED = {"step_time_s", "tokens_per_s", "tokens_per_s_per_device", "flops_per_s_per_device"}
@@ -118,7 +124,13 @@ def test_a_mesh_is_one_device(out, mesh, task):
         at_reference = {"rewards/accuracies"} if abs(one.get("rewards/margins", 1.0)) < 1e-6 else set()
         for name in one.keys() - SPEED - at_reference:
             np.testing.assert_allclose(other[name], one[name], rtol=1e-5, atol=1e-5, err_msg=f"{name} of {one['step']}")
-    if task not in ("reward", "reward_lora", "grpo", "ppo"):  # whose margins, and texts, differ from batch to batch
+    if task not in (
+        "reward",
+        "reward_lora",
+        "grpo",
+        "ppo",
+        "distill_lora",
+    ):  # whose margins, and texts, differ from batch to batch
         assert whole[-1]["loss"] < whole[0]["loss"]
     one, other = (load_file(out / name / task / "checkpoint" / weights_of(task)) for name in ("one_device", mesh))
     assert one.keys() == other.keys()
@@ -139,6 +151,12 @@ def test_models_and_caches_beside_take_what_dry_runs_say(out, mesh, task):
         assert held[what] == pytest.approx(size, rel=0.01), what
 
 
+def test_half_of_the_steps_learn_from_what_the_student_says(out):
+    steps = steps_of(out / "one_device" / "distill_lora")
+    sampled = [step for step in steps if "completion_length" in step]
+    assert 2 <= len(sampled) <= 8 and all(1 <= step["completion_length"] <= 8 for step in sampled)
+
+
 def test_the_reference_is_known_from_the_first_step_on(out):
     """A text has some 50 nats: without it rewards would be 0.1 of those."""
     first, *later = steps_of(out / "one_device" / "dpo")
@@ -147,12 +165,13 @@ def test_the_reference_is_known_from_the_first_step_on(out):
     assert first["logps/chosen"] < -20
 
 
-@pytest.mark.parametrize("task", ["grpo", "ppo", "reward_lora"])
+@pytest.mark.parametrize("task", ["grpo", "ppo", "reward_lora", "distill_lora"])
 def test_a_run_resumes_bit_for_bit_also_between_updates_from_the_same_texts(out, tmp_path, task):
     whole = out / "one_device" / task
     flags = {**COMMON, **TASKS[task][1], "save_every": 3, "data": data_of(out, task)}
     flags |= {"from_checkpoint": f"{out}/base/checkpoint"}
-    flags |= {"reward": [f"{out}/reward.py:likes_long_words"]} if task != "reward_lora" else {}
+    flags |= {"reward": [f"{out}/reward.py:likes_long_words"]} if task in ("grpo", "ppo") else {}
+    flags |= {"teacher": f"{out}/teacher/checkpoint"} if "distill" in task else {}
     flags |= {"reward_model": f"{out}/one_device/reward_lora/checkpoint"} if task == "ppo" else {}
     kind = TASKS[task][0]
     call(WORKER, "run", tmp_path, [None], {"cut": (kind, flags)})

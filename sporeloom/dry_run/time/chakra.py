@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from sporeloom.core.files import write_atomically, write_text_atomically
@@ -34,7 +35,7 @@ def write_chakra(step: Mapping[int, RankTime], num_ranks: int, folder: Path) -> 
     for rank in range(num_ranks):
         first = max(each for each in firsts if each <= rank)
         content = b"".join(encode(step[first], rank, rank - first, groups))
-        write_atomically(folder / f"step.{rank}.et", lambda path, content=content: path.write_bytes(content))
+        write_atomically(folder / f"step.{rank}.et", partial(Path.write_bytes, data=content))
     names = {name: list(ranks) for ranks, name in groups.items()}
     write_text_atomically(folder / GROUPS, json_text(names, indent=1))
 

@@ -45,7 +45,7 @@ PACKAGES = {
     "evaluation": {"align", "data", "inference", "runtime"},
     "serve": {"checkpoint", "data", "inference", "runtime", "strategy"},
     "dry_run": {"nn", "parallel", "partition", "planner", "runtime", "strategy", "tasks", "train"},
-    "certification": {"data", "dry_run", "parallel", "planner", "runtime", "strategy", "tasks", "train"},
+    "certification": {"data", "dry_run", "parallel", "partition", "planner", "runtime", "strategy", "tasks", "train"},
     "integrations": {"checkpoint", "data", "dialects", "inference", "runtime", "strategy", "train"},
 }
 PACKAGES["cli"] = set(PACKAGES)

@@ -64,6 +64,11 @@ class CertifyConfig(Overwrite, TaskFlags):
     )
     processes: Count = option(4, "number of processes of the proof on this machine: 2, 4, 8 or 16")
     fast: bool = option(False, "compile a few layers of the full size and extrapolate, as dry-run --fast")
+    mutate: Count | None = option(
+        None,
+        "number of faults of each kind that are planted, one at a time, in the program under proof; the certificate reports "
+        "how many the proof catches (default: none)",
+    )
 
 
 @dataclass(frozen=True)

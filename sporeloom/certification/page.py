@@ -41,6 +41,8 @@ def page(values: dict[str, Any]) -> str:
         "<h2>Checks</h2>" + _questions(values),
         "<h2>The proof</h2>" + _proof(values),
     ]
+    if "faults" in values:
+        sections.append("<h2>Planted faults</h2>" + _faults(values["faults"]))
     if "full_size" in values:
         sections += [
             "<h2>Memory of a device, GB</h2>" + _memory(values),
@@ -96,6 +98,19 @@ def _proof(values: dict[str, Any]) -> str:
         rows.append([mesh["mesh"], *found, mesh["failure"] or "equal"])
     limits = ["at most", *(f"{proof['limits'][kind]:.0e}" for kind in kinds), ""]
     return text + _curves(proof) + table(["mesh", *kinds, ""], [*rows, limits])
+
+
+def _faults(faults: dict[str, Any]) -> str:
+    """Write how many of the faults that were planted in the program the proof caught."""
+    counts = ("planted", "caught", "escaped", "without effect")
+    rows = [[row["kind"], *(row[count] for count in counts)] for row in faults["kinds"] if row["planted"]]
+    missing = [row["kind"] for row in faults["kinds"] if not row["planted"]]
+    escapes = [each for each in faults["faults"] if each["outcome"] == "escaped"]
+    said = ("{kind}: {operator}, {mesh}: {details}".format_map(each) for each in escapes)
+    listed = "".join(f"<li>{escape(line)}</li>" for line in said)
+    text = f"<p>One fault at a time was planted in the program under proof: {faults['caught']} of {faults['planted']} caught."
+    text += f" No operator fits: {escape('; '.join(missing))}.</p>" if missing else "</p>"
+    return text + table(["fault", *counts], rows) + (f"<p>Escaped:</p><ul>{listed}</ul>" if escapes else "")
 
 
 def _curves(proof: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,9 +29,13 @@ WORKER = Path(__file__).with_name("worker.py")
 ONE_DEVICE = "one_device"
 TIMEOUT_S = 1200
 LIMITS = {"losses": 1e-5, "norms": 1e-4, "gradients": 1e-5, "weights": 1e-5}
-"""Tolerances. Losses and gradient norms: relative. Gradients: relative to the largest entry of all. Weights: absolute."""
+"""Tolerances. Losses and gradient norms: relative. Gradients: relative to the largest entry of all, and ten times that to the
+largest of the same parameter. Weights: absolute, and at most 1 % of how far the parameter moved. Both have a floor, below
+which there is rounding alone: a parameter that hardly matters must be right, too."""
+GRADIENT_FLOOR, WEIGHT_FLOOR = 0.1, 0.1
+"""Share of a tolerance that a parameter with the smallest gradients, or steps, has."""
 
-Numbers = dict[str, dict[str, list[float]]]
+Numbers = dict[str, dict[str, Any]]
 Tensors = dict[str, NDArray[Any]]
 
 
@@ -162,9 +166,21 @@ def _compared(expected: Trained, got: Trained) -> Iterator[tuple[str, str, float
         yield from _numbers("losses", f"loss of step {step + 1}", expected, got, step)
         if step == 0:
             largest = max(float(np.abs(value).max()) for value in expected.gradients.values()) or 1.0
-            yield from _tensors("gradients", "gradient of", expected.gradients, got.gradients, largest, "adam_m.")
+            scales = {name: _gradient_scale(value, largest) for name, value in expected.gradients.items()}
+            yield from _tensors("gradients", "gradient of", expected.gradients, got.gradients, scales, "adam_m.")
         yield from _numbers("norms", f"gradient norm of step {step + 1}", expected, got, step)
-    yield from _tensors("weights", "after 5 steps of SGD", expected.weights, got.weights, 1.0, "")
+    moved = expected.numbers["SGD"]["moved"]
+    scales = {name: _weight_scale(value, moved[name]) for name, value in expected.weights.items()}
+    yield from _tensors("weights", "after 5 steps of SGD", expected.weights, got.weights, scales, "")
+
+
+def _gradient_scale(gradient: NDArray[Any], largest: float) -> float:
+    return min(largest, max(10 * float(np.abs(gradient).max(initial=0)), GRADIENT_FLOOR * largest))
+
+
+def _weight_scale(weight: NDArray[Any], moved: float) -> float:
+    rounding = 8 * float(np.finfo(np.float32).eps * np.abs(weight).max(initial=0))
+    return min(1.0, max(0.01 * moved / LIMITS["weights"], rounding / LIMITS["weights"], WEIGHT_FLOOR))
 
 
 def _numbers(kind: str, word: str, expected: Trained, got: Trained, step: int) -> Iterator[tuple[str, str, float, str]]:
@@ -174,8 +190,14 @@ def _numbers(kind: str, word: str, expected: Trained, got: Trained, step: int) -
 
 
 def _tensors(
-    kind: str, word: str, expected: Tensors, got: Tensors, scale: float, prefix: str
+    kind: str,
+    word: str,
+    expected: Tensors,
+    got: Tensors,
+    scales: Mapping[str, float],
+    prefix: str,
 ) -> Iterator[tuple[str, str, float, str]]:
+    """Yield the largest difference of each tensor, divided by its scale."""
     for name, value in expected.items():
         found = got.get(name)
         if found is None or found.shape != value.shape:
@@ -184,7 +206,7 @@ def _tensors(
         difference = np.abs(found - value)
         index = np.unravel_index(int(np.argmax(difference)), value.shape) if value.ndim else ()
         shown = _both(float(value[index]), float(found[index])) + f" at {[int(i) for i in index]}"
-        yield kind, f"{word} {name.removeprefix(prefix)}", float(difference.max()) / scale, shown
+        yield kind, f"{word} {name.removeprefix(prefix)}", float(difference.max()) / scales[name], shown
 
 
 def _both(one_device: float, mesh: float) -> str:

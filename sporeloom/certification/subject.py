@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ import numpy as np
 from mindspore import Tensor, nn
 from numpy.typing import NDArray
 
+from sporeloom.certification.planting import train_with_faults
 from sporeloom.certification.shrink import BATCH, rows_on_full_mesh, small_strategies
-from sporeloom.certification.training import STEPS, train_decoder, train_steps
+from sporeloom.certification.training import START_SCALE, STEPS, train_decoder, train_steps
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.files import write_text_atomically
 from sporeloom.core.reader import fields_from, read_json
@@ -25,6 +27,7 @@ from sporeloom.dry_run.partitioned import partition_custom
 from sporeloom.models.config import ModelConfig
 from sporeloom.planner.task import task_from
 from sporeloom.runtime.engine import Engine
+from sporeloom.runtime.spmd.backend import Alteration
 from sporeloom.strategy.config import SINGLE_DEVICE, Strategy
 from sporeloom.strategy.loader import load_strategy, strategy_of
 
@@ -40,8 +43,12 @@ def train(subject: dict[str, Any], which: str, folder: Path) -> None:
         small = small_strategies(_large(subject), subject.get("num_layers"), subject["processes"])
         chosen = {number: small[int(number)] for number in which.split(",")}
     for name, strategy in chosen.items():
-        engine = (_train_custom if "file" in subject else _train_decoder)(subject, strategy, folder / name)
-        engine.close()
+        if subject.get("faults") and which != ONE_DEVICE:
+            train_with_faults(
+                partial(_train_decoder, subject, strategy), folder / name, subject["faults"], subject.get("kinds", ())
+            )
+        else:
+            (_train_custom if "file" in subject else _train_decoder)(subject, strategy, folder / name).close()
 
 
 def compile_ranks(subject: dict[str, Any], ranks: Sequence[int], folder: Path) -> None:
@@ -65,12 +72,17 @@ def _inputs(folder: Path) -> list[NDArray[Any]]:
         return [archive[name] for name in archive.files]
 
 
-def _train_decoder(subject: dict[str, Any], strategy: Strategy, out: Path) -> Engine:
+def _train_decoder(
+    subject: dict[str, Any], strategy: Strategy, out: Path, alteration: Alteration | None = None
+) -> Engine:
     # A pipeline accumulates microbatches; one device, with which it is compared, takes the batch at once.
     accumulate = 2 if subject["accumulate"] > 1 and strategy.mesh.pp == 1 and strategy.mesh.size > 1 else 1
     config = fields_from(ModelConfig, read_json(out.parent / "model.json"))
     task = task_from(subject.get("task"), config)
-    return train_decoder(subject["family"], config, strategy, out, BATCH, accumulate, MAX_GRAD_NORM, task)[0]
+    family = subject["family"]
+    return train_decoder(
+        family, config, strategy, out, BATCH, accumulate, MAX_GRAD_NORM, task, START_SCALE, alteration
+    )[0]
 
 
 def _train_custom(subject: dict[str, Any], strategy: Strategy, out: Path) -> Engine:

@@ -11,7 +11,8 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn
+from mindspore import Parameter, Tensor, nn
+from numpy.typing import NDArray
 
 from sporeloom.core.files import write_atomically, write_text_atomically
 from sporeloom.data.batch import dropout_keys, make_batch, mtp_targets
@@ -24,12 +25,16 @@ from sporeloom.planner.task import PLAIN_TEXT, TrainedTask
 from sporeloom.runtime.calls import Arguments, calling
 from sporeloom.runtime.engine import Engine
 from sporeloom.runtime.gather import gather_whole
+from sporeloom.runtime.spmd.backend import Alteration, SpmdBackend
 from sporeloom.strategy.config import Strategy
 from sporeloom.tasks.example import task_arrays, task_network
 from sporeloom.train.optim import BothOptimizers
 
 STEPS = 5
 LORA_B_START = 0.01
+START_SCALE = 4.0
+"""Factor of a proof for the initial weights of matrices. With the usual ones, a model attends to all tokens alike, and the
+gradients of queries and keys are too small to show that they are wrong."""
 RATES = {"AdamW": (1e-3, 0.0), "SGD": (0.0, 0.1)}
 
 
@@ -61,14 +66,20 @@ def train_decoder(
     accumulate: int = 1,
     max_grad_norm: float | None = None,
     task: TrainedTask = PLAIN_TEXT,
+    start_scale: float = 1.0,
+    alteration: Alteration | None = None,
 ) -> tuple[Engine, Any]:
-    """Train a family's model by `train_steps`. Returns the open engine and the report."""
+    """Train a family's model by `train_steps`. Returns the open engine and the report.
+
+    Args:
+        start_scale: factor of the initial weights of matrices.
+    """
 
     def build() -> nn.Cell:
         net = task_network(family, config, task)
-        for parameter in net.get_parameters():  # adapters start with a B of zeros, which hides a wrong A
-            if parameter.name.endswith(LORA_B):
-                parameter.set_data(Tensor(np.full(parameter.shape, LORA_B_START, np.float32)))
+        for parameter in net.get_parameters():
+            if (start := _start_of(parameter, start_scale)) is not None:
+                parameter.set_data(Tensor(start))
         return net
 
     return train_steps(
@@ -79,7 +90,17 @@ def train_decoder(
         accumulate=accumulate,
         max_grad_norm=max_grad_norm,
         key={"proof": family, "config": config.to_dict(), "clip": max_grad_norm, "task": task.about()},
+        alteration=alteration,
     )
+
+
+def _start_of(parameter: Parameter, scale: float) -> NDArray[Any] | None:
+    """Initial values in place of the usual ones; None: the usual ones."""
+    if parameter.name.endswith(LORA_B):  # zeros, which hide a wrong A
+        return np.full(parameter.shape, LORA_B_START, np.float32)
+    if scale == 1 or len(parameter.shape) < 2 or not parameter.requires_grad:
+        return None
+    return parameter.asnumpy() * np.float32(scale)
 
 
 def train_steps(
@@ -92,19 +113,24 @@ def train_steps(
     max_grad_norm: float | None = None,
     is_custom: bool = False,
     key: Mapping[str, Any] | None = None,
+    alteration: Alteration | None = None,
 ) -> tuple[Engine, Any]:
     """Train five steps with each optimizer from the same weights. Writes OUT.OPTIMIZER.json (losses, norms) and .npz: the
-    gradients of the first step of AdamW, the weights after the last step of SGD.
+    gradients of the first step of AdamW, the weights after the last step of SGD. One device also writes how far each
+    weight moved.
 
     Args:
         build: makes the network, which returns its loss.
         is_custom: whether the step runs as `auto_parallel` runs it: of the full batch, which the engine divides.
         key: key of the graph in the compilation cache; without one it is not cached.
+        alteration: changes to the program of every rank.
 
     Returns:
         The open engine and the report.
     """
     engine, parts = Engine.start(strategy), out.with_name(f"{out.name}.parts")
+    if isinstance(engine.backend, SpmdBackend):
+        engine.backend.alteration = alteration
     ms.set_seed(3)
     net = build()
     report = parallelize(net, strategy)
@@ -132,6 +158,8 @@ def train_steps(
             name, step, ran, batches(), engine, lambda of: gather_whole(step, engine, report, parts, of)
         )
         if name == "SGD":
+            if strategy.mesh.size == 1:
+                values["moved"] = {p.name: _moved(p, start) for p in step.get_parameters() if p.name in own}
             tensors = gather_whole(step, engine, report, parts, own.__contains__)
         if tensors is not None:
             write_atomically(out.with_name(f"{out.name}.{name}.npz"), partial(_save_tensors, tensors))
@@ -160,6 +188,11 @@ def _steps_of(
         if index == 0 and name == "AdamW":  # m = (1 - beta1) g after the first step
             tensors = gather(lambda n: n.startswith("adam_m."))
     return {"losses": losses, "norms": norms, **({"counts": counts} if counts else {})}, tensors
+
+
+def _moved(parameter: Parameter, start: Mapping[str, NDArray[Any]]) -> float:
+    """Largest change of an entry."""
+    return float(np.abs(parameter.asnumpy() - start[parameter.name]).max(initial=0))
 
 
 def _save_tensors(tensors: Mapping[str, Any], path: Path) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 from sporeloom.certification import full_size
 from sporeloom.certification.config import Certification
 from sporeloom.certification.page import interval_text, page
+from sporeloom.certification.power import measure
 from sporeloom.certification.proof import LIMITS, Proof, prove, timed
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.files import write_text_atomically
@@ -52,12 +53,16 @@ def certify_decoder(certification: Certification) -> dict[str, Any]:
         "processes": config.processes,
         "accumulate": config.accumulate,
         "task": certification.small_task.about(),
+        **({"faults": config.mutate} if config.mutate else {}),
     }
+    faults: dict[str, Any] | None = None
     milestone(f"1/4 checked: {config.model} {config.size} under {config.strategy}, {full.strategy.mesh}")
     with subject_folder(config.out, subject) as folder:
         (folder / "model.json").write_text(json.dumps(certification.small_model.to_dict()))
         with timed(seconds, "proof"):
             one_device, proofs = prove(folder, certification.small, config.out / "logs")
+        if config.mutate and not failures_of(proofs):
+            faults = measure(certification, subject, folder)
     checks: Checks = {"strategy": [], "proof": failures_of(proofs)}
     milestone(f"2/4 {proof_summary(proofs)} ({seconds['proof']:.0f} s)")
     values = {} if checks["proof"] else _at_full_size(certification, checks, seconds)
@@ -78,6 +83,7 @@ def certify_decoder(certification: Certification) -> dict[str, Any]:
         "run": _start(certification),
         "small_model": certification.small_model.to_dict(),
         "cluster": {"file": str(config.cluster), "chip": cluster.chip, "memory_gb": cluster.memory_gb},
+        **({"faults": faults} if faults else {}),
     }
     return write(config.out, values)
 

@@ -29,6 +29,8 @@ def main(argv: Sequence[str]) -> int:
     prepare_environment()
     with one_writer(asked.config.out):
         values = import_module("sporeloom.certification.verdict").certify_decoder(asked)
+    if "faults" in values:
+        print_report("\n".join(import_module("sporeloom.certification.power").lines(values["faults"])))
     for reason in values["reasons"][:SHOWN]:
         print_report(f"refused: {reason}")
     if len(values["reasons"]) > SHOWN:

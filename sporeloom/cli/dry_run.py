@@ -29,6 +29,7 @@ from sporeloom.dry_run.memory.exports import memory_block_csv, trace
 from sporeloom.dry_run.memory.timeline import Timeline
 from sporeloom.dry_run.pool import compile_ranks
 from sporeloom.dry_run.summary import summarize, text_report
+from sporeloom.dry_run.time.chakra import write_chakra
 from sporeloom.dry_run.time.trace import trace as step_trace
 from sporeloom.models.config_file import named_model, with_model_folder
 from sporeloom.runtime.environment import prepare_environment
@@ -62,6 +63,9 @@ def main(argv: Sequence[str]) -> int:
     if run.config.trace is not None and reports[0].step:
         write_text_atomically(run.config.trace, json_text(step_trace(reports[0].step)))
         print(f"trace of a step in {run.config.trace}: open it in ui.perfetto.dev", file=sys.stderr)
+    if run.config.chakra is not None and reports[0].step:
+        write_chakra(reports[0].step, run.strategy.mesh.size, run.config.chakra)
+        print(f"Chakra traces of {run.strategy.mesh.size} ranks in {run.config.chakra}", file=sys.stderr)
     if run.config.html:
         write_text_atomically(run.config.html, page(values))
         print(f"report in {run.config.html}", file=sys.stderr)

@@ -75,6 +75,9 @@ class DryRunConfig(Overwrite, TaskFlags):
     )
     cluster: Path | None = option(None, "cluster file, or name of a built-in cluster, for `--time` (default: none)")
     trace: Path | None = output(None, "JSON file for Perfetto to write what `--time` simulates to (default: none)")
+    chakra: Path | None = output(
+        None, "folder to write what `--time` simulates to as Chakra execution traces, a file a rank (default: none)"
+    )
     memory_gb: Positive | None = option(None, "memory of a device, to report whether ranks fit (default: not reported)")
     devices_per_server: Count = option(
         DEVICES_PER_SERVER, "number of devices of a server, for the command that runs the job"
@@ -86,7 +89,7 @@ class DryRunConfig(Overwrite, TaskFlags):
     @property
     def with_time(self) -> bool:
         """Whether a step is simulated."""
-        return self.time or self.trace is not None
+        return self.time or self.trace is not None or self.chakra is not None
 
     @property
     def with_timeline(self) -> bool:
@@ -143,6 +146,8 @@ def check(config: DryRunConfig) -> DryRun:
             problems.append(f"{flag} {path}: no file can be written there; name one in a folder that exists")
     if (folder := config.memory_csv) and (folder.is_file() or not folder.resolve().parent.is_dir()):
         problems.append(f"--memory-csv {folder}: no folder can be made there; name one in a folder that exists")
+    if (folder := config.chakra) and (folder.is_file() or not folder.resolve().parent.is_dir()):
+        problems.append(f"--chakra {folder}: no folder can be made there; name one in a folder that exists")
     if config.fast and config.with_timeline:
         problems.append("--fast compiles a few layers, but --memory follows all of them: leave one of both out")
     problems += time_problems(config)
@@ -178,7 +183,7 @@ def check(config: DryRunConfig) -> DryRun:
 
 def time_problems(config: DryRunConfig) -> list[str]:
     """Problems of simulating a step."""
-    flag = "--time" if config.time else "--trace"
+    flag = "--time" if config.time else "--trace" if config.trace else "--chakra"
     if not config.with_time:
         return ["--cluster names what a step is simulated on: add --time, or leave it out"] if config.cluster else []
     problems = [] if config.cluster else [f"{flag} simulates a step on a cluster: name one, as in --cluster ascend910b"]

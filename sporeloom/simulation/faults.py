@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from sporeloom.core.errors import ConfigError
-from sporeloom.core.numbers import Positive
+from sporeloom.core.numbers import Count, Positive
 from sporeloom.core.reader import fields_from, read_yaml
 from sporeloom.core.shipped import FAULTS, shipped_or_file
 
@@ -21,10 +21,19 @@ class Component:
     """A kind of component, whose failures are independent and equally likely at any time."""
 
     name: str
-    per: Literal["device", "server", "job"]
-    """Unit that has one of these. A failure of a device or server takes its server out of the job."""
+    per: Literal["device", "server", "group", "job"]
+    """Unit that has one of these. A failure of a device or server takes its server out of the job, one of a group all of its
+    servers at once."""
     mtbf_hours: Positive
     """Mean time between the failures of one of them."""
+    servers: Count | None = None
+    """Servers of a group, such as those behind a switch or in a rack."""
+
+    def __post_init__(self) -> None:
+        if (self.per == "group") != (self.servers is not None):
+            raise ConfigError(
+                f"components: {self.name}: give `servers`, their number, with `per: group` and only there"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,15 +57,21 @@ class FaultRates:
     """Rate of each component that one server adds."""
     of_job: Sequence[float]
     """Rate of each component that does not depend on the number of servers."""
+    num_taken: Sequence[int]
+    """Servers that a failure of each component takes out of the job."""
 
     @classmethod
     def of(cls, faults: Faults, devices_per_server: int) -> FaultRates:
-        counts = {"device": devices_per_server, "server": 1, "job": 0}
+        counts = {"device": devices_per_server, "server": 1, "group": 1, "job": 0}
         rates = [1 / (each.mtbf_hours * HOUR_S) for each in faults.components]
         return cls(
             [each.name for each in faults.components],
-            [rate * counts[each.per] for rate, each in zip(rates, faults.components, strict=True)],
+            [
+                rate * counts[each.per] / (each.servers or 1)
+                for rate, each in zip(rates, faults.components, strict=True)
+            ],
             [rate if each.per == "job" else 0.0 for rate, each in zip(rates, faults.components, strict=True)],
+            [0 if each.per == "job" else each.servers or 1 for each in faults.components],
         )
 
     def per_second(self, num_servers: int) -> list[float]:

@@ -199,11 +199,12 @@ class _Run:
         self.work, self.pending, self.since, self.pause_left = self.saved, None, 0.0, 0.0
 
     def lose_server(self) -> float:
-        """Note a failure and take its server out. Returns the time at which training can continue."""
+        """Note a failure and take its servers out. Returns the time at which training can continue."""
         job, rates = self.job, self.draw.rates
         self.outcome.interruptions[rates.names[self.component]] += 1
         self.return_repaired()
-        if rates.of_servers[self.component] and job.repair_s:
+        taken = min(rates.num_taken[self.component], job.num_servers - self.missing)
+        for _ in range(taken if job.repair_s else 0):
             heapq.heappush(self.repairs, self.clock + job.repair_s)
             if self.spares:
                 self.spares -= 1

@@ -5,6 +5,7 @@ So one compilation runs every rank, without processes or messages. What the part
 """
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 
 import mindspore as ms
@@ -189,6 +190,11 @@ class Merged:
         return name
 
 
+def altered(graph, grid, rank):
+    """The graph of a rank, in which a test may plant a fault."""
+    return graph
+
+
 def sharded_model(model, grid, parameters, inputs):
     """The graph of all ranks of a grid; and what `shard_graph` says of it.
 
@@ -199,7 +205,8 @@ def sharded_model(model, grid, parameters, inputs):
     graph = read_graph(model)
     wanted = {full: parameters[name] for full in graph.parameters if (name := full.rpartition(":")[2]) in parameters}
     sharded = shard_graph(graph, grid, wanted, dict(zip(graph.inputs, inputs, strict=True)))
-    written = [write_rank(sharded, model, grid, rank) for rank in range(grid.size)]
+    graphs = [altered(sharded.graph, grid, rank) for rank in range(grid.size)]
+    written = [write_rank(replace(sharded, graph=of), model, grid, rank) for rank, of in enumerate(graphs)]
     return Merged([each for each, _ in written], [groups for _, groups in written]).write(), sharded
 
 

@@ -6,10 +6,12 @@ import contextlib
 import unittest.mock
 from dataclasses import replace
 
+import all_ranks
 from first_steps import FirstSteps
 
-from sporeloom.partition import decompositions, propagate, rank_mindir, redistribute
-from sporeloom.partition.graph import IsFirst, RankOffset
+from sporeloom.partition import decompositions, propagate, rank_mindir
+from sporeloom.partition.faults import KINDS, Program, with_fault
+from sporeloom.partition.graph import RankOffset
 from sporeloom.partition.grid import DeviceGrid
 from sporeloom.partition.layout import NONE, ValueLayout
 from sporeloom.partition.operation import Operand
@@ -40,48 +42,28 @@ def planted(name):
         yield
 
 
-# Between layouts
+# The program, of all ranks: what a certificate plants in one operator at a time, is planted here in all that it fits
 
 
-def steps_changed(change):
-    """Steps of a redistribution are changed: a list for each."""
+def in_program(kind):
+    def change(_):
+        return lambda graph, grid, rank: with_fault(Program(graph, grid, rank), kind)
 
-    def faulty(right):
-        def take(walk, *given):
-            right(walk, *given)
-            walk.steps[-1:] = change(walk.steps[-1], walk.grid)
-
-        return take
-
-    return faulty
+    return change
 
 
-def other_axis(step, grid):
-    if step.kind != "all_reduce" or len(step.axes) != 1 or len(grid.degrees) == 1:
-        return [step]
-    axes = list(grid.degrees)
-    return [replace(step, axes=(axes[(axes.index(step.axes[0]) + 1) % len(axes)],))]
+for each in KINDS:
+    fault(each.name, all_ranks, "altered")(in_program(each))
 
 
-def some_axes(step, _):
-    return [replace(step, axes=step.axes[:1])] if step.kind == "all_reduce" else [step]
+@fault("axes of a dim in the order of the mesh, whatever the layout says", DeviceGrid, "runs")
+def one_run(_):
+    return lambda grid, axes: [grid.in_order(axes)] if axes else []
 
 
-def as_slice(step, _):
-    return [replace(step, kind="slice")] if step.kind == "reduce_scatter" else [step]
-
-
-def twice(step, _):
-    return [step, step] if step.kind == "all_reduce" else [step]
-
-
-fault("a sum that is due is left out", redistribute._Walk, "take")(
-    steps_changed(lambda step, _: [] if step.kind == "all_reduce" else [step])
-)
-fault("a sum is taken twice", redistribute._Walk, "take")(steps_changed(twice))
-fault("a sum over the wrong group", redistribute._Walk, "take")(steps_changed(other_axis))
-fault("a sum over the first of its axes alone", redistribute._Walk, "take")(steps_changed(some_axes))
-fault("a slice in place of a reduce-scatter", redistribute._Walk, "take")(steps_changed(as_slice))
+@fault("the index of a rank with its axes swapped", DeviceGrid, "index")
+def swapped_index(right):
+    return lambda grid, rank, axes: right(grid, rank, tuple(axes)[::-1])
 
 
 @fault("an all-to-all that gathers and shards the wrong dims", rank_mindir._Writer, "collective")
@@ -95,43 +77,6 @@ def swapped_dims(right):
     return collective
 
 
-@fault("axes of a dim in the order of the mesh, whatever the layout says", DeviceGrid, "runs")
-def one_run(_):
-    return lambda grid, axes: [grid.in_order(axes)] if axes else []
-
-
-@fault("the index of a rank with its axes swapped", DeviceGrid, "index")
-def swapped_index(right):
-    return lambda grid, rank, axes: right(grid, rank, tuple(axes)[::-1])
-
-
-@fault("every rank slices the part of its neighbour", rank_mindir._Writer, "slice")
-def neighbours_slice(right):
-    def slice_of_neighbour(writer, node):
-        own = writer.rank
-        writer.rank = (own + 1) % writer.grid.size
-        right(writer, node)
-        writer.rank = own
-
-    return slice_of_neighbour
-
-
-@fault("a slice begins one too early", rank_mindir._Writer, "slice")
-def early_slice(right):
-    def off_by_one(writer, node):
-        numbers, calls = writer.numbers, []
-
-        def early(values):
-            calls.append(values)
-            return numbers([max(v - 1, 0) for v in values] if len(calls) == 1 else values)
-
-        writer.numbers = early
-        right(writer, node)
-        del writer.numbers
-
-    return off_by_one
-
-
 @fault("parts are gathered, and scattered, along dim 0 whatever the dim", rank_mindir._Writer, "along_first_dim")
 def wrong_dim(_):
     def along_first_dim(writer, node, given, before, after, group, count):
@@ -141,31 +86,6 @@ def wrong_dim(_):
         return writer.operator("Reshape", [done, writer.numbers(after.shape)], after)
 
     return along_first_dim
-
-
-@fault("the maximum of all ranks as their sum", rank_mindir._Writer, "collective")
-def sum_for_max(right):
-    def collective(writer, node):
-        right(writer, replace(node, attributes={**node.attributes, "op": "sum"}))
-
-    return collective
-
-
-@fault("every rank's offset is that of the first", rank_mindir._Writer, "write_constant")
-def first_offset(right):
-    def write_constant(writer, node):
-        value = node.value
-        right(writer, replace(node, value=replace(value, stride=0) if isinstance(value, RankOffset) else value))
-
-    return write_constant
-
-
-@fault("every rank counts as the first", rank_mindir._Writer, "write_constant")
-def all_first(right):
-    def write_constant(writer, node):
-        right(writer, replace(node, value=IsFirst(())) if isinstance(node.value, IsFirst) else node)
-
-    return write_constant
 
 
 # What is held

@@ -129,6 +129,19 @@ def test_a_pipeline_is_certified_and_a_wrong_rule_is_not(tmp_path, write):
     assert "certify with a named schedule, and dry-run with this one" in outcome.output
 
 
+def test_faults_that_are_planted_in_the_program_under_proof_are_caught(tmp_path):
+    out = tmp_path / "out"
+    asked = ("--batch-size", 4, "--seq-len", 64, "--processes", 2, "--mutate", 1, "--fast")
+    outcome = certify(CONFIGS / "pangu_tiny_tp2.yaml", out, *asked)
+    assert outcome.code == 0, outcome.output
+    faults = json.loads((out / "certificate.json").read_text())["faults"]
+    planted = {row["kind"] for row in faults["kinds"] if row["planted"]}
+    assert planted >= {"a sum over ranks is left out", "a maximum over ranks is left out"}
+    assert [each for each in faults["faults"] if each["outcome"] != "caught"] == []
+    assert f"planted faults: {len(faults['faults'])} of {len(faults['faults'])} caught" in outcome.output
+    assert "<h2>Planted faults</h2>" in (out / "certificate.html").read_text()
+
+
 def test_a_certificate_of_an_earlier_release_is_refused_by_name(write):
     for engine, what in (
         ("mindspore", "for engine mindspore, which is not certified"),

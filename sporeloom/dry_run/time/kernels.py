@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from sporeloom.dry_run.memory.liveness import VIEWS, first_come, num_bytes
 from sporeloom.dry_run.time.device_model import DeviceModel
-from sporeloom.dry_run.time.simulate import COMPUTE, Task
+from sporeloom.dry_run.time.simulate import COMPUTE, GroupAxis, Task
 from sporeloom.dry_run.work import COLLECTIVES, FLASH_PRODUCTS, NAMES, PRODUCTS, attention_flops, product_flops
 from sporeloom.partition.graph import Graph, Name, Node, TensorType, is_effect
 from sporeloom.partition.grid import STAGES, DeviceGrid
@@ -68,6 +68,16 @@ class Graphs:
             costs.task(kernels[number], tuple(sorted(place[needed] for needed in kernels[number].needs)))
             for number in order
         ]
+
+    def group_axes(self, node: Node) -> tuple[GroupAxis, ...]:
+        """The group of a collective, from which that of any rank of the stage follows."""
+        stages, found = node.attributes.get("stages"), list[GroupAxis]()
+        for axis in node.attributes["axes"]:
+            first, *others = self.grid.group(0, [axis])
+            stride = others[0] - first if others else 1
+            chosen = tuple(stages) if stages and axis == STAGES else tuple(range(len(others) + 1))
+            found.append(GroupAxis(stride, len(others) + 1, chosen))
+        return tuple(found)
 
     def group(self, node: Node) -> tuple[list[int], bool]:
         """The ranks of a collective, and whether they are of several stages."""
@@ -221,4 +231,5 @@ class _Costs:
         kind = COLLECTIVES[node.kind]
         seconds = self.of.device.collective(kind, size, ranks)
         meets = (node.outputs[0], tuple(ranks)) if crosses else None
-        return Task(f"{kind} of {len(ranks)}", kind, COMMUNICATION, seconds, needs=needs, meets=meets)
+        axes, name = self.of.group_axes(node), f"{kind} of {len(ranks)}"
+        return Task(name, kind, COMMUNICATION, seconds, needs=needs, meets=meets, num_bytes=size, group=axes)

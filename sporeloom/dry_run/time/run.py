@@ -114,7 +114,8 @@ class TimedExchange:
         seconds = self.device.collective("Message", size, sorted((source, target)))
         name = f"{kind} {'to' if kind == 'Send' else 'from'} {peer}"
         stream = f"from {source} to {target}"  # each direction has a group, and so a stream
-        return self.into.add(Task(name, kind, stream, seconds, needs=needs, meets=(source, target, tag)))
+        pair, meets = (source, target), (source, target, tag)
+        return self.into.add(Task(name, kind, stream, seconds, needs=needs, meets=meets, num_bytes=size, pair=pair))
 
     def settle(self) -> None:
         """Wait for messages that are on their way."""

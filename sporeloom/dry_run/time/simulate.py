@@ -19,6 +19,17 @@ PASS = "pass"
 """Kind of a task that stands for the tasks of a graph."""
 
 
+class GroupAxis(NamedTuple):
+    """One axis of a communication group."""
+
+    stride: int
+    """Distance of ranks that are neighbours along it."""
+    degree: int
+    """Number of ranks along it."""
+    chosen: tuple[int, ...]
+    """Indices of those in the group."""
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     """Work of a rank."""
@@ -38,6 +49,12 @@ class Task:
     """Key that the tasks of other ranks have, too, which start together with this one."""
     inside: RankTime | None = field(default=None, repr=False)
     """The tasks that a PASS stands for, from its start on, simulated as those of rank 0."""
+    num_bytes: int = 0
+    """Size of a message, or of the larger of the input and the result of a collective."""
+    group: tuple[GroupAxis, ...] = ()
+    """The ranks of a collective."""
+    pair: tuple[int, int] = (0, 0)
+    """Source and target of a message."""
 
 
 def _add(found: defaultdict[str, float], more: Mapping[str, float]) -> None:

@@ -16,6 +16,7 @@ from sporeloom.mindspore_compat.names import mind_ir
 from sporeloom.parallel.call import Call
 from sporeloom.parallel.step import TrainStep
 from sporeloom.partition.graph import Graph
+from sporeloom.partition.grid import DeviceGrid
 from sporeloom.partition.sharded_graph import Communication, ShardedGraph
 from sporeloom.partition.stages import StageGraphs
 from sporeloom.runtime.backend import Backend
@@ -25,7 +26,7 @@ from sporeloom.runtime.spmd.compile import with_global_shapes
 from sporeloom.runtime.spmd.pipeline import Exchange, ForwardStages, RankProgram, ScheduledStep, StagePrograms
 from sporeloom.runtime.spmd.rank_graph import RankGraph, describe_inputs
 from sporeloom.runtime.spmd.scheduled_call import CurrentParameters, ScheduledCall, keep_each
-from sporeloom.runtime.spmd.shard import decide, partition_for_rank, reports_in
+from sporeloom.runtime.spmd.shard import Sharded, decide, reports_in, shard
 from sporeloom.runtime.spmd.step_graphs import Cut, compiled_or_cached, cut_cell, cut_update, microbatch_of, types_of
 from sporeloom.strategy.layout import Shape
 from sporeloom.strategy.schedule import idle_microbatches, microbatches_held
@@ -42,6 +43,18 @@ class Runnable(Protocol):
     def compile(self, inputs: Sequence[Tensor]) -> None: ...
 
     def run(self, inputs: Sequence[Tensor]) -> Any: ...
+
+
+class Alteration(Protocol):
+    """Changes to the program of a rank, by which a proof of it is tested."""
+
+    def graph(self, part: str, graph: Graph, grid: DeviceGrid, rank: int) -> Graph:
+        """The graph that a rank runs in place of its own. `part` names it: the whole step, a pass, or the update."""
+        ...
+
+    def order(self, stage: int, num_microbatches: int) -> Sequence[int]:
+        """The microbatch whose inputs a stage reads for each microbatch of its schedule."""
+        ...
 
 
 class ProgramBackend(Backend, ABC):
@@ -86,6 +99,7 @@ class SpmdBackend(ProgramBackend):
         """Id of a parameter -> global shape, for the parameters of all programs, which keep the ids valid."""
         self.current: CurrentParameters | None = None
         """State of parameters for calls in a pipeline."""
+        self.alteration: Alteration | None = None
 
     @abstractmethod
     def make_program(self, graph: RankGraph, cell: nn.Cell, name: str, among: Sequence[int]) -> RankProgram:
@@ -105,10 +119,14 @@ class SpmdBackend(ProgramBackend):
         """Broadcast the content of rank 0."""
 
     def _partitioned(self, cell: nn.Cell, described: Sequence[tuple[Shape, Any]]) -> RankGraph:
-        model = self._one_devices_graph(cell, described)
-        graph, sharded = partition_for_rank(model, decide(cell, self.strategy.mesh), self.rank)
-        self._remember(sharded)
-        return graph
+        sharded = shard(self._one_devices_graph(cell, described), decide(cell, self.strategy.mesh))
+        self._remember(sharded.result)
+        return self._of_rank(sharded, sharded.result.graph, "step")
+
+    def _of_rank(self, sharded: Sharded, graph: Graph, part: str) -> RankGraph:
+        if self.alteration is not None:
+            graph = self.alteration.graph(part, graph, sharded.grid, self.rank)
+        return sharded.of_rank(self.rank, graph)
 
     def _remember(self, sharded: ShardedGraph) -> None:
         self.sharded.append(replace(sharded, graph=Graph({}, {}, [], []), layouts={}))
@@ -174,7 +192,7 @@ class SpmdBackend(ProgramBackend):
         among = self.strategy.mesh.ranks_of_stage(stage)
 
         def program(graph: Graph, part: str, among: Sequence[int]) -> RankProgram:
-            return self._program(sharded.of_rank(self.rank, graph), call, f"{name} {part}", among)
+            return self._program(self._of_rank(sharded, graph, part), call, f"{name} {part}", among)
 
         passes = {
             one: program(made.graph, f"{one.kind} {one.part}", among)
@@ -233,7 +251,7 @@ class SpmdBackend(ProgramBackend):
         for one, made in cut.stages.passes.items():
             types |= types_of(made.graph)
             if self.strategy.stage_of_part(one.part) == mine.start // len(mine):
-                graph = cut.sharded.of_rank(self.rank, made.graph)
+                graph = self._of_rank(cut.sharded, made.graph, f"{one.kind} {one.part}")
                 programs[one] = self._program(graph, cell, f"{name} {one.kind} {one.part}", mine)
         return StagePrograms(self.strategy, cut.stages, programs, types, self.exchange(), name), cut
 
@@ -267,11 +285,14 @@ class SpmdBackend(ProgramBackend):
         self._remember(sharded.result)
         positions = {name: position for position, name in enumerate(sharded.result.graph.inputs)}
         program = self._program(
-            sharded.of_rank(self.rank, graph), step, f"{programs.name} update", range(self.strategy.mesh.size)
+            self._of_rank(sharded, graph, "update"), step, f"{programs.name} update", range(self.strategy.mesh.size)
         )
         types = list(sharded.result.graph.inputs.values())
         taken = [positions[name] for name in graph.inputs]
-        return ScheduledStep(programs, program, taken, types, num_microbatches), sharded.result.within([graph])
+        made = ScheduledStep(programs, program, taken, types, num_microbatches)
+        if self.alteration is not None:
+            made.order = self.alteration.order(programs.stage, num_microbatches)
+        return made, sharded.result.within([graph])
 
     def _one_devices_graph(self, cell: nn.Cell, described: Sequence[tuple[Shape, Any]]) -> mind_ir.ModelProto:
         """The graph of one device, which rank 0 loads or compiles and broadcasts.

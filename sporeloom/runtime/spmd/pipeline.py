@@ -266,6 +266,8 @@ class ScheduledStep:
         self.programs, self.update = programs, update
         self.schedule = Schedule(programs, num_microbatches)
         self.update_inputs, self.types = update_inputs, types
+        self.order: Sequence[int] = range(num_microbatches)
+        """Rows of the batch, counted in microbatches, that each microbatch of the schedule reads."""
 
     def compile(self, inputs: Sequence[Tensor]) -> None:
         self.programs.compile(next(self._microbatches(inputs)))
@@ -287,7 +289,7 @@ class ScheduledStep:
     def _microbatches(self, inputs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         arrays = [each.asnumpy() for each in inputs]
         rows = len(arrays[0]) // self.schedule.num_microbatches
-        for i in range(self.schedule.num_microbatches):
+        for i in self.order:
             yield [Tensor(np.ascontiguousarray(array[i * rows : (i + 1) * rows])) for array in arrays]
 
 

@@ -92,6 +92,39 @@ def test_missing_servers_cost_their_replicas(per_replica, missing, speed):
     assert dataclasses.replace(JOB, servers_per_replica=per_replica).speed(missing) == speed
 
 
+def rack(mtbf_hours, servers):
+    return Faults(components=[Component(name="rack", per="group", servers=servers, mtbf_hours=mtbf_hours)])
+
+
+def test_a_rack_takes_all_of_its_servers_out_at_once():
+    """As many servers fail in all, but together: one restart for four, and four times as many spares."""
+    together, alone = FaultRates.of(rack(400.0, 4), 8), rates(400.0, "server")
+    assert together.per_second(16) == [pytest.approx(alone.per_second(16)[0] / 4)]
+    spared = dataclasses.replace(JOB, repair_s=10 * HOUR, num_spares=4)
+    for spares, down_s in ((4, JOB.restart_s), (3, spared.repair_s + JOB.restart_s)):
+        job, of = dataclasses.replace(spared, num_spares=spares), FaultRates.of(rack(4000.0, 4), 8)
+        once = [done for done in runs(job, of, 1, 40) if done.interruptions.total() == 1]
+        assert len(once) > 3
+        assert [done.down_s for done in once] == [pytest.approx(down_s)] * len(once)
+
+
+def test_a_job_that_shrinks_goes_on_without_the_replicas_of_a_rack():
+    job = dataclasses.replace(JOB, repair_s=300 * HOUR, shrinks=True, servers_per_replica=2.0)
+    one = [d for d in runs(job, FaultRates.of(rack(1600.0, 4), 8), 2, 60) if d.interruptions.total() == 1]
+    assert one
+    for done in one:  # all work since the failure takes 8 replicas / 6 times as long
+        assert done.slowed_s <= done.finish_s / 4
+        assert done.slowed_s + done.lost_s + done.paused_s + done.down_s == pytest.approx(done.finish_s - job.work_s)
+    assert max(done.slowed_s for done in one) > 0.1 * job.work_s
+
+
+def test_the_servers_of_a_group_are_a_number():
+    with pytest.raises(ConfigError, match="rack: give `servers`, their number, with `per: group` and only there"):
+        Component(name="rack", per="group", mtbf_hours=1.0)
+    with pytest.raises(ConfigError, match="gpu: give `servers`"):
+        Component(name="gpu", per="device", servers=2, mtbf_hours=1.0)
+
+
 def test_a_seed_gives_the_same_failures():
     first, again, other = (list(runs(JOB, rates(5.0), seed, 3)) for seed in (1, 1, 2))
     assert first == again != other

@@ -100,7 +100,7 @@ class RequestStream:
             logit_bias=self.asked.logit_bias,
             num_top=self.asked.num_top or 0,
             score_prompt=score_prompt,
-            is_finished=choice.stop.is_reached,
+            is_finished=choice.stop.watch(),
             processors=choice.processors,
         )
 

@@ -14,6 +14,7 @@ from sporeloom.inference.mixed import cached
 from sporeloom.inference.model import load_model
 from sporeloom.inference.sampling import Sampler, SamplingConfig
 from sporeloom.inference.scheduler import FinishReason, NewToken, Request, generate
+from sporeloom.inference.speculation import SpeculationFlags, speculation
 from sporeloom.inference.stopping import StopCondition, at_text, first_of, held_back
 from sporeloom.runtime.engine import Engine
 
@@ -121,8 +122,10 @@ class TextPiece:
 class Session:
     """A model with its graphs compiled, ready for prompts. `stop` may be changed between calls."""
 
-    def __init__(self, engine: Engine, decoding: Decoding, stop: StopConditions):
-        self.engine, self.decoding, self.stop = engine, decoding, stop
+    def __init__(
+        self, engine: Engine, decoding: Decoding, stop: StopConditions, drafting: SpeculationFlags | None = None
+    ):
+        self.engine, self.decoding, self.stop, self.drafting = engine, decoding, stop, drafting
 
     def complete(
         self,
@@ -162,7 +165,8 @@ class Session:
             for tokens, limit, stream in zip(ids, most, streams or range(len(ids)), strict=True)
         ]
         completions = [Completion(prompt.text) for prompt in prompts]
-        for new in generate(self.decoding, self.engine, requests):
+        drafts = speculation(self.drafting) if self.drafting else None
+        for new in generate(self.decoding, self.engine, requests, drafts):
             completion = completions[new.request]
             yield TextPiece(new.request, stop.add(completion, new), completion)
 
@@ -175,6 +179,7 @@ def open_session(job: GenerateJob, engine: Engine) -> Session:
         decoding: Decoding = UncachedDecoder(engine, net, job.model, job.num_rows)
     else:
         shape = (job.num_rows, job.num_slots)
-        net = load_model(config.checkpoint, job.family, job.model, job.strategy, shape, int8)
-        decoding = cached(engine, net, job.model, *shape)
-    return Session(engine, decoding, StopConditions(job.tokenizer, job.stop_ids, config.stop, job.ending))
+        lends = config.num_drafts > 0
+        net = load_model(config.checkpoint, job.family, job.model, job.strategy, shape, int8, lends_rows=lends)
+        decoding = cached(engine, net, job.model, *shape, num_drafts=config.num_drafts)
+    return Session(engine, decoding, StopConditions(job.tokenizer, job.stop_ids, config.stop, job.ending), config)

@@ -102,6 +102,7 @@ class RequestStream:
             score_prompt=score_prompt,
             is_finished=choice.stop.watch(),
             processors=choice.processors,
+            cache_salt=self.asked.cache_salt,
         )
 
     def _take(self, choice: Choice, event: Event | ServiceFailure, timing: Timing) -> str:

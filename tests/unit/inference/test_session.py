@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generation and sessions on a decoding that says what it is told: no model, no MindSpore graph."""
 
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -50,7 +50,7 @@ class Script:
     def next_chunks(self, waiting, is_alone):
         return dict(waiting)
 
-    def step(self, chunks, tokens, every=False):
+    def step(self, chunks, tokens, every=False, drafts=MappingProxyType({})):
         logits = {}
         fed = {**chunks, **{row: [token] for row, token in tokens.items()}}
         self.calls.append({row: list(ids) for row, ids in fed.items()})

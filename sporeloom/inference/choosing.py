@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choices of tokens as the ranks of a job exchange them: one rank chooses, all of them are told.
+"""Choices of tokens as the ranks of a job exchange them: one rank chooses and broadcasts.
 
 A row has a place for each token that a step may give it: one, and one more for each drafted token.
 """

@@ -70,7 +70,7 @@ class Request:
 
     @property
     def owner(self) -> tuple[int, str]:
-        """Whose requests may reuse what its prompt leaves in caches."""
+        """Identity of the requests that may reuse what its prompt leaves in caches."""
         return self.adapter, self.cache_salt
 
 
@@ -89,7 +89,7 @@ class NewToken:
     top: tuple[tuple[int, float], ...] = ()
     """The most likely tokens and their log-probabilities; on the choosing rank."""
     cached_tokens: int = 0
-    """Number of the prompt's tokens that were not computed again."""
+    """Number of the prompt's tokens that were reused."""
 
 
 @dataclass(frozen=True)

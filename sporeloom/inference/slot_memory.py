@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -26,14 +27,18 @@ class SlotMemory:
 
     def held(self, row: int) -> list[tuple[Parameter, int]]:
         """The caches that hold a row here, and its place in each."""
+        return [(cache, row - rows.start) for cache, rows in self._caches if rows.start <= row < rows.stop]
+
+    @cached_property
+    def _caches(self) -> list[tuple[Parameter, slice]]:
+        """The caches of which this rank holds a part, and its rows; known once a graph is compiled."""
         found = []
         for parameter in self._net.get_parameters():
             if CACHE in parameter.name:
                 shape = self._net.parallel_report.of(parameter.name).global_shape
-                slices = self._engine.held_slices(parameter.name, shape)
-                if slices and slices[0].start <= row < slices[0].stop:
+                if slices := self._engine.held_slices(parameter.name, shape):
                     # Where no kernel computes in its own type, programs have another.
-                    found.append((getattr(parameter, "in_float32", parameter), row - slices[0].start))
+                    found.append((getattr(parameter, "in_float32", parameter), slices[0]))
         return found
 
     def clear(self, row: int, start: int) -> None:

@@ -25,7 +25,7 @@ FIRST_LENGTH = 4
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculationFlags:
-    """How tokens are drafted."""
+    """Flags of drafts."""
 
     heading: ClassVar[str] = "speculative decoding"
 
@@ -85,7 +85,7 @@ class Ngrams:
             self._tokens.append(token)
 
     def propose(self, count: int) -> list[int]:
-        """What followed the longest n-gram at the end where it was last; a text that repeats itself goes on so."""
+        """Copy what followed the longest n-gram at the end where it was last; a text that repeats itself continues so."""
         for length in range(min(LONGEST_NGRAM, len(self._tokens)), SHORTEST_NGRAM - 1, -1):
             start = self._after.get(tuple(self._tokens[-length:]))
             if start is not None:
@@ -138,7 +138,7 @@ class Speculation:
         self.drafter.begin(row, tokens)
 
     def verified(self, row: int, draft: Sequence[int], tokens: Sequence[int]) -> None:
-        """Record the tokens that a step made for a row, the first one not drafted; the text goes on."""
+        """Record the tokens that a step made for a row, the first one not drafted; the text continues."""
         right = sum(1 for each, token in zip(draft, tokens, strict=False) if each == token)
         if draft:
             self.num_drafts += 1
@@ -155,7 +155,7 @@ class Speculation:
 
 
 def speculation(flags: SpeculationFlags) -> Speculation | None:
-    """The speculation that flags ask for."""
+    """The speculation of these flags."""
     return Speculation(NgramDrafter(), flags.num_drafts) if flags.num_drafts else None
 
 

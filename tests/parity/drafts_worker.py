@@ -62,9 +62,14 @@ def answers(scheduler, asked):
         for event in scheduler.step():
             assert isinstance(event, NewToken), event
             told[event.request].append((event.token, event.log_probability, event.finish_reason, event.top))
-    for row in range(ROWS):
-        scheduler.decoding.trim(row, 0)
     return list(told.values())
+
+
+def opened(decoding, engine, *more):
+    """A scheduler whose rows hold nothing."""
+    for row in range(ROWS):
+        decoding.trim(row, 0)
+    return Scheduler(decoding, engine, *more)
 
 
 def mixed(checkpoint, strategy=None, modules=(), int8=False, count=18):
@@ -83,14 +88,14 @@ def mixed(checkpoint, strategy=None, modules=(), int8=False, count=18):
         return list(requests(tokenizer, config.end_ids, count, len(adapters)))
 
     plain, drafting = decoding(0), decoding(DRAFTS)
-    found = {"alone": [answers(Scheduler(plain, engine), [each])[0] for each in asked()]}
-    found["together"] = answers(Scheduler(plain, engine), asked())
+    found = {"alone": [answers(opened(plain, engine), [each])[0] for each in asked()]}
+    found["together"] = answers(opened(plain, engine), asked())
     speculation = Speculation(NgramDrafter(), DRAFTS)
-    cold = Scheduler(drafting, engine, None, speculation)
-    found["drafts"] = answers(cold, asked())
-    found["drafts alone"] = [answers(cold, [each])[0] for each in asked()[: count // 2]]
+    found["drafts"] = answers(opened(drafting, engine, None, speculation), asked())
+    some = asked()[: count // 2]
+    found["drafts alone"] = [answers(opened(drafting, engine, None, speculation), [each])[0] for each in some]
     cache = prefix_cache(drafting, cache_bytes(config, 1, 1), 2**26)
-    warm = Scheduler(drafting, engine, cache, Speculation(NgramDrafter(), DRAFTS))
+    warm = opened(drafting, engine, cache, Speculation(NgramDrafter(), DRAFTS))
     answers(warm, asked()[::-1])
     before = warm.reused_tokens
     found["warm"] = answers(warm, asked())

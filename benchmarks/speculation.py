@@ -24,7 +24,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "speculation.md"
 FILES = [ROOT / "sporeloom" / "inference" / name for name in ("cache.py", "stopping.py", "score.py", "compare.py")]
 EDITS = {"cache.py": ("slots", "places"), "stopping.py": ("text", "words"), "score.py": ("logits", "scores")}
 EDITS |= {"compare.py": ("def ", "async def ")}
-PROMPT_TOKENS, ANSWER_TOKENS, SLOTS, ROUNDS, MOST = 420, 160, 1024, 3, 8
+PROMPT_TOKENS, ANSWER_TOKENS, SLOTS, MOST = 320, 96, 512, 8
 
 
 def edits() -> list[tuple[list[int], list[int]]]:
@@ -87,13 +87,13 @@ def forced(answer):
     return Sampler(SamplingConfig(), first=[process])
 
 
-def measure(ours, pairs, num_rows, int8):
+def measure(bench, pairs, rounds):
     """Seconds of decoding without drafts and with, and the fraction of drafts that were right."""
     from sporeloom.inference.speculation import NgramDrafter, Speculation  # noqa: PLC0415
 
-    bench, plain, drafted, right = Bench(ours, num_rows, int8), [], [], []
-    bench.answers([(prompt, answer[:40]) for prompt, answer in pairs[:num_rows]], None)  # kernels choose their threads
-    for _ in range(ROUNDS):
+    num_rows, plain, drafted, right = bench.num_rows, [], [], []
+    bench.answers([(prompt, answer[:20]) for prompt, answer in pairs[:num_rows]], None)  # kernels choose their threads
+    for _ in range(rounds):
         for start in range(0, len(pairs), num_rows):
             some = pairs[start : start + num_rows]
             plain.append(bench.answers(some, None)[1])
@@ -103,13 +103,13 @@ def measure(ours, pairs, num_rows, int8):
     return plain, drafted, right
 
 
-def first_token(ours, pairs, int8):
+def first_token(bench, pairs):
     """Milliseconds to the first token, cold and with the prompt in the prefix cache: its row has been used since."""
     from sporeloom.inference.cache import cache_bytes  # noqa: PLC0415
     from sporeloom.inference.prefix_cache import prefix_cache  # noqa: PLC0415
 
-    bench, cold, warm = Bench(ours, 1, int8), [], []
-    cache = prefix_cache(bench.decoding, cache_bytes(ours.config, 1, 1), 2**30)
+    cold, warm = [], []
+    cache = prefix_cache(bench.decoding, cache_bytes(bench.config, 1, 1), 2**30)
     short = [(prompt, answer[:2]) for prompt, answer in pairs]
     for each in short:
         cold.append(bench.answers([each], None, cache)[0] * 1000)
@@ -121,12 +121,14 @@ def first_token(ours, pairs, int8):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--weights", nargs="+", default=["float32", "int8"])
+    parser.add_argument("--weights", nargs="+", default=["int8", "float32"])
+    parser.add_argument("--rounds", type=int, default=3)
     asked = parser.parse_args()
     ours, pairs, lines, caches = Ours(), edits(), [], []
     for weights in asked.weights:
         for num_rows in asked.rows:
-            plain, drafted, right = measure(ours, pairs, num_rows, weights == "int8")
+            bench = Bench(ours, num_rows, weights == "int8")
+            plain, drafted, right = measure(bench, pairs, asked.rounds)
             tokens = num_rows * (ANSWER_TOKENS - 1)
             ratios = [before / after for before, after in zip(plain, drafted, strict=True)]
             made, good = (sum(each) for each in zip(*right, strict=True))
@@ -136,16 +138,22 @@ def main() -> None:
                 f"({min(ratios):.2f} .. {max(ratios):.2f}) | {good / made:.2f} |"
             )
             print(lines[-1], flush=True)
-        cold, warm = first_token(ours, pairs, weights == "int8")
-        caches.append(f"| {weights} | {statistics.median(cold):.0f} | {statistics.median(warm):.0f} |")
-        print(caches[-1], flush=True)
+            if num_rows == 1:
+                cold, warm = first_token(bench, pairs)
+                caches.append(f"| {weights} | {statistics.median(cold):.0f} | {statistics.median(warm):.0f} |")
+                print(caches[-1], flush=True)
+            write(ours, asked, lines, caches)
+
+
+def write(ours, asked, lines, caches) -> None:
     RESULTS.write_text(
         "# Speculative decoding and the prefix cache\n\n"
         f"{date.today()}, {len(os.sched_getaffinity(0))} cores of {platform.machine()}, Python {platform.python_version()}, "
-        f"{ours.version}. {DIMS}, compiled kernels. Prompts of about {PROMPT_TOKENS} tokens of code, answers the first "
-        f"{ANSWER_TOKENS} tokens of the same code after a name was replaced; drafts of up to {MOST} tokens from n-grams; "
-        f"{ROUNDS} rounds, both ways in turns: read the ratios, other programs were running. "
-        "`python benchmarks/speculation.py`\n\n"
+        f"{ours.version}; load before the end {os.getloadavg()[0]:.1f}. {DIMS}, random weights, compiled kernels. Prompts of "
+        f"about {PROMPT_TOKENS} tokens of code; answers, which a processor of logits demands, are the first {ANSWER_TOKENS} "
+        f"tokens of the same code after a name was replaced; drafts of up to {MOST} tokens from n-grams; both ways in "
+        f"{asked.rounds} rounds of turns: read the ratios. "
+        f"`python benchmarks/speculation.py --rounds {asked.rounds}`\n\n"
         "| weights | sequences | tokens/s | with drafts | ratio (by turn) | drafted tokens that were right |\n"
         "|---|---|---|---|---|---|\n" + "\n".join(lines) + "\n\n"
         "Time to the first token of a prompt, alone:\n\n"

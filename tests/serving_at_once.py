@@ -20,7 +20,7 @@ class Service:
     """Tells one token of every text."""
 
     state, failure, progress, num_waiting = "ready", "", "", 0
-    load = SimpleNamespace(running=0, used_slots=0.0, reused_tokens=0)
+    load = SimpleNamespace(running=0, used_slots=0.0, reused_tokens=0, drafts=0, drafted=0, accepted=0)
 
     def __init__(self, **flags):
         config = ServeConfig(checkpoint=Path("town"), port=0, **flags)

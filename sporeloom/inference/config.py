@@ -26,6 +26,7 @@ from sporeloom.data.tokenizer import (
     text_prompt,
 )
 from sporeloom.inference.sampling import SamplingConfig
+from sporeloom.inference.speculation import SpeculationFlags, speculation_problems
 from sporeloom.inference.stopping import StopCondition, at_closed_brace, at_dedent
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import family_module
@@ -62,7 +63,7 @@ class ComputeFlags(StrategyFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateConfig(ComputeFlags, SamplingConfig):
+class GenerateConfig(ComputeFlags, SamplingConfig, SpeculationFlags):
     """One call of tools/generate.py."""
 
     heading: ClassVar[str] = "text"
@@ -309,6 +310,9 @@ def _own_problems(config: GenerateConfig, model: ModelConfig | None) -> list[str
     sources = [config.prompt is not None, config.prompt_file is not None, config.interactive]
     if sum(sources) > 1:
         problems.append("--prompt, --prompt-file and --interactive exclude each other")
+    problems += speculation_problems(config, model)
+    if config.num_drafts and config.no_cache:
+        problems.append(f"--speculate {config.speculate} drafts into the KV cache; leave out --no-cache")
     if config.min_new_tokens > config.max_new_tokens:
         problems.append(
             f"--min-new-tokens {config.min_new_tokens} is more than --max-new-tokens {config.max_new_tokens}"

@@ -6,7 +6,7 @@ Shapes are padded to a few lengths (buckets), each compiled once, so that a new 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -15,7 +15,8 @@ from mindspore import Tensor, nn
 from numpy.typing import NDArray
 
 from sporeloom.inference.cache import CacheFullError, SlotTable, cache_bytes
-from sporeloom.inference.model import CACHE
+from sporeloom.inference.slot_memory import SlotMemory
+from sporeloom.inference.speculation import cut
 from sporeloom.models.config import ModelConfig
 from sporeloom.runtime.engine import Engine
 
@@ -24,6 +25,7 @@ PREFILL_CHUNK = 128
 """Maximum number of prompt tokens that are prefilled at once."""
 
 Logits = NDArray[np.float32]
+NO_DRAFTS: Mapping[int, Sequence[int]] = {}
 
 
 class Decoding(Protocol):
@@ -47,19 +49,28 @@ class Decoding(Protocol):
         What a prompt gets does not depend on who else is there.
         """
 
+    def cut_drafts(
+        self, chunks: Mapping[int, Sequence[int]], rows: Collection[int], drafts: Mapping[int, Sequence[int]]
+    ) -> dict[int, Sequence[int]]:
+        """Shorten drafts, of some of the rows that get a token, to what the step has room for."""
+
     def step(
-        self, chunks: Mapping[int, Sequence[int]], tokens: Mapping[int, int], every: bool = False
+        self,
+        chunks: Mapping[int, Sequence[int]],
+        tokens: Mapping[int, int],
+        every: bool = False,
+        drafts: Mapping[int, Sequence[int]] = NO_DRAFTS,
     ) -> dict[int, Logits] | None:
-        """Add parts of prompts to some rows, and to others the token that was chosen for each. Returns logits (V,) after the
-        last token of each row, with `every` (T, V) after each token of the prompts; None on the ranks of a pipeline that do
-        not hold them."""
+        """Add parts of prompts to some rows, and to others the token that was chosen for each, with drafts of what follows.
+        Returns logits (V,) after the last token of each row, with `every` (T, V) after each token of the prompts, and (T, V)
+        after each token of a row with a draft; None on the ranks of a pipeline that do not hold them."""
 
     def trim(self, row: int, length: int) -> None:
         """Drop the tokens of a row beyond `length`."""
 
-    def clear(self, row: int) -> None:
-        """Drop all tokens of a row and overwrite them: a mask hides finite numbers, but not NaN. Every rank calls
-        it."""
+    def clear(self, row: int, length: int = 0) -> None:
+        """Drop the tokens of a row beyond `length` and overwrite them: a mask hides finite numbers, but not NaN. Every rank
+        calls it."""
 
     def use_adapter(self, row: int, adapter: int) -> None:
         """Set the adapter of a row's further tokens, counted from 1; 0: none."""
@@ -139,21 +150,24 @@ class CacheDecoder(Rows):
         self.slot_table = SlotTable(num_rows, config.kv_heads, num_slots, engine.strategy.mesh)
         self.cache_bytes = cache_bytes(config, num_rows, num_slots)
         self.chunk = min(chunk, config.seq_len)
+        self._memory = SlotMemory(engine, net)
 
     def trim(self, row: int, length: int) -> None:
         self.slot_table.trim(row, length)
 
-    def clear(self, row: int) -> None:
-        self.trim(row, 0)
-        for parameter in self.net.get_parameters():
-            if CACHE not in parameter.name:
-                continue
-            held = self.engine.held_slice(parameter.name, self.net.parallel_report.of(parameter.name).global_shape)
-            if held and held.start[0] <= row < held.stop[0]:
-                parameter = getattr(parameter, "in_float32", parameter)  # where no kernel computes in its own type
-                values = parameter.asnumpy().copy()
-                values[row - held.start[0]] = 0
-                parameter.set_data(Tensor(values, dtype=parameter.dtype), slice_shape=parameter.sliced)
+    def clear(self, row: int, length: int = 0) -> None:
+        self.trim(row, length)
+        self._memory.clear(row, length)
+
+    def read_slots(self, row: int, start: int, stop: int) -> list[NDArray[Any]]:
+        """Copy this rank's part of what a row's tokens left in the caches."""
+        return self._memory.read(row, start, stop)
+
+    def restore(self, row: int, start: int, count: int, blocks: Sequence[Sequence[NDArray[Any]]]) -> None:
+        """Replace the tokens of a row from `start` on by blocks of `count` each, which `read_slots` returned."""
+        self.trim(row, start)
+        for block in blocks:
+            self._memory.write(row, int(self.slot_table.append(row, count)[0]), block)
 
 
 class CachedDecoder(CacheDecoder):
@@ -161,6 +175,8 @@ class CachedDecoder(CacheDecoder):
 
     Prompts and chosen tokens are computed apart: a part of a prompt of one row of each replica, and a token of all rows. So
     the shapes are the same whatever else is running: the logits of a prompt depend on no other, to the bit.
+
+    A draft is computed in the places of rows that get no token in a step, where the network lends them: in the same shape.
     """
 
     def __init__(self, *of: Any, **more: Any):
@@ -210,7 +226,11 @@ class CachedDecoder(CacheDecoder):
         return bucket(len(ids), self.chunk)
 
     def step(
-        self, chunks: Mapping[int, Sequence[int]], tokens: Mapping[int, int], every: bool = False
+        self,
+        chunks: Mapping[int, Sequence[int]],
+        tokens: Mapping[int, int],
+        every: bool = False,
+        drafts: Mapping[int, Sequence[int]] = NO_DRAFTS,
     ) -> dict[int, Logits] | None:
         logits: dict[int, Logits] = {}
         if chunks:
@@ -219,7 +239,7 @@ class CachedDecoder(CacheDecoder):
             rows = [mine.get(replica, replica * self.in_replica) for replica in range(self.num_replicas)]
             logits |= self._run(rows, chunks, max(map(self._bucket, chunks.values())), every) or {}
         if tokens:
-            logits |= self._run(range(self.num_rows), {row: [token] for row, token in tokens.items()}, 1) or {}
+            logits |= self._run_tokens(tokens, drafts) or {}
         return logits if self.engine.in_last_stage else None
 
     def _run(
@@ -230,14 +250,48 @@ class CachedDecoder(CacheDecoder):
             self.slot_table.append(row, len(ids))
         return self.run(rows, feed, inputs)
 
+    def cut_drafts(
+        self, chunks: Mapping[int, Sequence[int]], rows: Collection[int], drafts: Mapping[int, Sequence[int]]
+    ) -> dict[int, Sequence[int]]:
+        kept: dict[int, Sequence[int]] = {}
+        for replica in range(self.num_replicas if self.net.lends_rows else 0):
+            room = self.in_replica - sum(row // self.in_replica == replica for row in rows)
+            kept |= cut({row: draft for row, draft in drafts.items() if row // self.in_replica == replica}, room)
+        return kept
+
+    def _run_tokens(self, tokens: Mapping[int, int], drafts: Mapping[int, Sequence[int]]) -> dict[int, Logits] | None:
+        """Logits after a token of each row and the drafts behind it, of which each has a place in the batch."""
+        places = {row: [row] for row in tokens}
+        rows, starts = list(range(self.num_rows)), self.slot_table.lengths.tolist()
+        given: list[Sequence[int]] = [[tokens[row]] if row in tokens else () for row in rows]
+        idle = [place for place in rows if place not in tokens]
+        for row, draft in drafts.items():
+            for token in draft:
+                place = next(each for each in idle if each // self.in_replica == row // self.in_replica)
+                idle.remove(place)
+                rows[place], given[place], starts[place] = row, [token], starts[row] + len(places[row])
+                places[row].append(place)
+        inputs = self._inputs_at(rows, given, starts, 1, False)
+        for row, of_row in places.items():
+            self.slot_table.append(row, len(of_row))
+        output = self.engine.run(self.net, *as_tensors(inputs))
+        if not self.engine.in_last_stage:
+            return None
+        logits = output.asnumpy()
+        return {row: logits[of_row] if row in drafts else logits[row] for row, of_row in places.items()}
+
     def _inputs(
         self, rows: Sequence[int], feed: Mapping[int, Sequence[int]], length: int, every: bool
     ) -> tuple[NDArray[Any], ...]:
-        """Inputs for `length` tokens of some rows; padding fills the shape, and its keys go to the spare slot."""
-        given = [feed.get(row, ()) for row in rows]
-        tokens, positions, picked = self.inputs(
-            given, [int(self.slot_table.lengths[row]) for row in rows], length, every
-        )
+        given, starts = [feed.get(row, ()) for row in rows], [int(self.slot_table.lengths[row]) for row in rows]
+        return self._inputs_at(rows, given, starts, length, every)
+
+    def _inputs_at(
+        self, rows: Sequence[int], given: Sequence[Sequence[int]], starts: Sequence[int], length: int, every: bool
+    ) -> tuple[NDArray[Any], ...]:
+        """Inputs for `length` tokens of some rows, those given from `starts` on; padding fills the shape, and its keys go to
+        the spare slot."""
+        tokens, positions, picked = self.inputs(given, starts, length, every)
         is_fed = np.arange(length) < np.asarray([[len(ids)] for ids in given])
         slots = np.where(is_fed, positions, self.slot_table.num_slots - 1)
         inputs = tokens, positions, picked, self.slot_table.indices(rows, slots)
@@ -271,9 +325,19 @@ class UncachedDecoder(Rows):
         del is_alone
         return dict(waiting)
 
+    def cut_drafts(
+        self, chunks: Mapping[int, Sequence[int]], rows: Collection[int], drafts: Mapping[int, Sequence[int]]
+    ) -> dict[int, Sequence[int]]:
+        return {}  # a longer text is computed in another shape
+
     def step(
-        self, chunks: Mapping[int, Sequence[int]], tokens: Mapping[int, int], every: bool = False
+        self,
+        chunks: Mapping[int, Sequence[int]],
+        tokens: Mapping[int, int],
+        every: bool = False,
+        drafts: Mapping[int, Sequence[int]] = NO_DRAFTS,
     ) -> dict[int, Logits] | None:
+        assert not drafts, drafts
         added = {**chunks, **{row: [token] for row, token in tokens.items()}}
         for row, ids in added.items():
             if len(self.tokens[row]) + len(ids) > self.config.seq_len:
@@ -290,8 +354,8 @@ class UncachedDecoder(Rows):
     def trim(self, row: int, length: int) -> None:
         del self.tokens[row][length:]
 
-    def clear(self, row: int) -> None:
-        self.trim(row, 0)
+    def clear(self, row: int, length: int = 0) -> None:
+        self.trim(row, length)
 
     def use_adapter(self, row: int, adapter: int) -> None:
         assert adapter == 0, adapter

@@ -7,7 +7,8 @@ Source: arXiv:2308.16369 (decodes ride along with a chunk of a prompt, whose wei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,8 @@ import numpy as np
 from mindspore import nn
 from numpy.typing import NDArray
 
-from sporeloom.inference.decoding import PREFILL_CHUNK, CachedDecoder, CacheDecoder, Logits, as_tensors
+from sporeloom.inference.decoding import NO_DRAFTS, PREFILL_CHUNK, CachedDecoder, CacheDecoder, Logits, as_tensors
+from sporeloom.inference.speculation import cut
 from sporeloom.models.config import ModelConfig
 from sporeloom.nn.linear import MAX_KERNEL_ROWS
 from sporeloom.runtime.engine import Engine
@@ -30,21 +32,26 @@ class RaggedDecoder(CacheDecoder):
 
     reusable = 1
 
-    def __init__(self, *of: Any, **more: Any):
+    def __init__(self, *of: Any, num_drafts: int = 0, **more: Any):
         super().__init__(*of, **more)
         num_rows = self.num_rows
         assert takes(self.net, num_rows), (num_rows, self.net)
         self.chunk = min(self.chunk, MAX_KERNEL_ROWS + 1 - num_rows)
-        self.sizes = [size for size in (1, 4, 16) if size < num_rows]
-        self.sizes += sorted({num_rows, num_rows - 1 + self.chunk, MAX_KERNEL_ROWS})
-        """Numbers of tokens that a step is compiled for: of the rows, with a part of a prompt, of prompts alone."""
+        self.sizes = sorted(
+            {size for size in (1, 4, 16) if size < num_rows}
+            | {num_rows, num_rows - 1 + self.chunk, MAX_KERNEL_ROWS}
+            | set(draft_sizes(num_rows, num_drafts))
+        )
+        """Numbers of tokens that a step is compiled for: of the rows, with a part of a prompt, of prompts alone, with
+        drafts."""
+        self.num_drafts = num_drafts
 
     def prepare(self, prompt_lengths: Iterable[int], max_new_tokens: int) -> None:
         most = max(self.num_rows, min(sum(prompt_lengths), MAX_KERNEL_ROWS))
-        for size in self.sizes:
+        for size in self.sizes[: bisect_left(self.sizes, most) + 1]:
             self._compile(size)
-            if size >= most:
-                return
+        for size in draft_sizes(self.num_rows, self.num_drafts):
+            self._compile(size, True)
 
     def shapes(self) -> Iterator[tuple[str, Callable[[], None]]]:
         """The graphs that may be needed: a name, and the function that compiles it."""
@@ -65,20 +72,31 @@ class RaggedDecoder(CacheDecoder):
                 room -= len(chunks[row])
         return chunks
 
+    def cut_drafts(
+        self, chunks: Mapping[int, Sequence[int]], rows: Collection[int], drafts: Mapping[int, Sequence[int]]
+    ) -> dict[int, Sequence[int]]:
+        most = max((size for size in self.sizes if size < MAX_KERNEL_ROWS), default=1)
+        return cut(drafts, max(0, most - len(rows) - sum(map(len, chunks.values()))))
+
     def step(
-        self, chunks: Mapping[int, Sequence[int]], tokens: Mapping[int, int], every: bool = False
+        self,
+        chunks: Mapping[int, Sequence[int]],
+        tokens: Mapping[int, int],
+        every: bool = False,
+        drafts: Mapping[int, Sequence[int]] = NO_DRAFTS,
     ) -> dict[int, Logits] | None:
-        feed = {**chunks, **{row: [token] for row, token in tokens.items()}}
-        count = sum(map(len, feed.values()))
-        inputs = self._inputs(feed, next(size for size in self.sizes if size >= count), every)
+        feed = {**chunks, **{row: [token, *drafts.get(row, ())] for row, token in tokens.items()}}
+        count, scored = sum(map(len, feed.values())), every or bool(drafts)
+        inputs = self._inputs(feed, next(size for size in self.sizes if size >= count), scored)
         for row, ids in feed.items():
             self.slot_table.append(row, len(ids))
         logits = self.engine.run(self.net, *as_tensors(inputs)).asnumpy()
-        if not every:
+        if not scored:
             return dict(zip(feed, logits, strict=False))
         ends = dict(zip(feed, np.cumsum([len(ids) for ids in feed.values()]), strict=True))
+        whole = {*(chunks if every else ()), *drafts}
         return {
-            row: logits[end - len(feed[row]) : end] if row in chunks else logits[end - 1] for row, end in ends.items()
+            row: logits[end - len(feed[row]) : end] if row in whole else logits[end - 1] for row, end in ends.items()
         }
 
     def _inputs(self, feed: Mapping[int, Sequence[int]], size: int, every: bool) -> tuple[NDArray[Any], ...]:
@@ -94,8 +112,8 @@ class RaggedDecoder(CacheDecoder):
             picked[: len(feed)] = np.cumsum([len(ids) for ids in feed.values()]) - 1
         return tokens[:, None], positions[:, None], picked, self.slot_table.indices(rows, slots[:, None])
 
-    def clear(self, row: int) -> None:
-        self.trim(row, 0)  # the kernels read no slot that is hidden
+    def clear(self, row: int, length: int = 0) -> None:
+        self.trim(row, length)  # the kernels read no slot that is hidden
 
     def use_adapter(self, row: int, adapter: int) -> None:
         assert adapter == 0, adapter
@@ -106,9 +124,22 @@ def takes(net: nn.Cell, num_rows: int) -> bool:
     return net.rows_are_alone and num_rows <= MAX_KERNEL_ROWS // 2
 
 
+def draft_sizes(num_rows: int, num_drafts: int) -> list[int]:
+    """Numbers of tokens of a step with drafts: powers of two, so that half of them at most are padding."""
+    most = min(num_rows * (1 + num_drafts), MAX_KERNEL_ROWS)
+    return [min(2**power, most) for power in range(1, (most - 1).bit_length() + 1)] if num_drafts else []
+
+
 def cached(
-    engine: Engine, net: nn.Cell, config: ModelConfig, num_rows: int, num_slots: int, chunk: int = PREFILL_CHUNK
+    engine: Engine,
+    net: nn.Cell,
+    config: ModelConfig,
+    num_rows: int,
+    num_slots: int,
+    chunk: int = PREFILL_CHUNK,
+    num_drafts: int = 0,
 ) -> CachedDecoder | RaggedDecoder:
     """Decoding with a KV cache, in mixed batches where the network supports them."""
-    way = RaggedDecoder if takes(net, num_rows) else CachedDecoder
-    return way(engine, net, config, num_rows, num_slots, chunk)
+    if takes(net, num_rows):
+        return RaggedDecoder(engine, net, config, num_rows, num_slots, chunk, num_drafts=num_drafts)
+    return CachedDecoder(engine, net, config, num_rows, num_slots, chunk)

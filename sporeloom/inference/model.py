@@ -27,6 +27,7 @@ from sporeloom.models.adapters import LoRAConfig
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import family_module
 from sporeloom.models.parameters import parameter_shapes
+from sporeloom.nn.cache import KeyCache
 from sporeloom.nn.lora import attach_adapters
 from sporeloom.nn.multi_lora import attach_several_adapters
 from sporeloom.nn.replace import share_parameters
@@ -48,12 +49,14 @@ def build_model(
     weights_of: nn.Cell | None = None,
     lora: LoRAConfig | None = None,
     ranks: Mapping[str, Sequence[int]] | None = None,
+    lends_rows: bool = False,
 ) -> nn.Cell:
     """The family's model, parallelized, its weights not materialised; not training.
 
     `caches`: rows and slots of KV caches to attach. `int8`: matrices as int8 (see `quantize`). `weights_of`: such a model
     with whose parameters it computes, whatever becomes of them; `lora`: that model's adapters. `ranks`: of several adapters
-    that tokens choose from (see `ranks_of_several`).
+    that tokens choose from (see `ranks_of_several`). `lends_rows`: a place in the batch may compute for any
+    row of the caches.
     """
     with no_init_parameters():
         net: nn.Cell = family_module(family, "model").Model(config)
@@ -67,6 +70,9 @@ def build_model(
             share_parameters(net, weights_of)
         if caches:
             net.attach_caches(*caches)
+            for _, cell in net.cells_and_names():
+                if isinstance(cell, KeyCache):
+                    cell.picks_rows = lends_rows
     parallelize(net, strategy, whole=False)
     net.num_kernels, net.has_several_adapters, net.rows_are_alone = 0, bool(ranks), False
     if (
@@ -77,7 +83,10 @@ def build_model(
     ):
         net.num_kernels = use_kernels(net, library)
         net.rows_are_alone = config.experts is None and rows_are_alone(net)
+    net.lends_rows = lends_rows
     net.graph_key = {"family": family, "model": config.to_dict(), "caches": caches, "int8": int8, "ranks": ranks or {}}
+    if lends_rows:
+        net.graph_key |= {"lends_rows": True}
     if weights_of:  # whose names are in the graph
         first = next(iter(weights_of.get_parameters())).name
         net.graph_key |= {"weights_of": first, "lora": dataclasses.asdict(lora) if lora else None}
@@ -92,6 +101,7 @@ def load_model(
     caches: tuple[int, int] | None = None,
     int8: bool = False,
     adapters: Sequence[Adapter] = (),
+    lends_rows: bool = False,
 ) -> nn.Cell:
     """`build_model` with the folder's weights, and with adapters that tokens choose from. Of several CPU processes
     each reads what it holds when the first graph is compiled.
@@ -103,7 +113,7 @@ def load_model(
     if problem := weights.damage(slice(None)):
         raise ConfigError(problem)
     check_shapes(weights.shapes, parameter_shapes(config), str(folder / WEIGHTS))
-    net = build_model(family, config, strategy, caches, int8, ranks=ranks_of_several(adapters))
+    net = build_model(family, config, strategy, caches, int8, ranks=ranks_of_several(adapters), lends_rows=lends_rows)
     exact = _fitting(weights.read, config, folder)
     read, beside = quantized_weights(net, exact) if int8 else exact, put_side_by_side(adapters)
     on_cpu = ms.get_context("device_target") == "CPU"

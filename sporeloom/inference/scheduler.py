@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,7 +18,9 @@ import numpy as np
 
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.log import LogBudget
+from sporeloom.inference.choosing import Choice, Chosen, packed, score_of, unpacked
 from sporeloom.inference.decoding import Decoding, Logits
+from sporeloom.inference.prefix_cache import PrefixCache
 from sporeloom.inference.sampling import (
     BadLogitsError,
     GrammarError,
@@ -28,6 +30,7 @@ from sporeloom.inference.sampling import (
     TokenScore,
     score_token,
 )
+from sporeloom.inference.speculation import Speculation
 from sporeloom.runtime.engine import Engine
 
 FinishReason = Literal["stop", "length"]
@@ -62,6 +65,13 @@ class Request:
     """Report the log-probability of each token of the prompt but the first."""
     adapter: int = 0
     """Number of its adapter, counted from 1; 0: none."""
+    cache_salt: str = ""
+    """Only requests with the same one reuse what each other's prompts left in caches."""
+
+    @property
+    def owner(self) -> tuple[int, str]:
+        """Identity of the requests that may reuse what its prompt leaves in caches."""
+        return self.adapter, self.cache_salt
 
 
 @dataclass(frozen=True)
@@ -78,6 +88,8 @@ class NewToken:
     finish_reason: FinishReason | None
     top: tuple[tuple[int, float], ...] = ()
     """The most likely tokens and their log-probabilities; on the choosing rank."""
+    cached_tokens: int = 0
+    """Number of the prompt's tokens that were reused."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +123,7 @@ class _Row:
     left: Sequence[int]
     """Scores of the prompt's tokens so far."""
     since: float
+    cached_tokens: int = 0
     generated: list[int] = field(default_factory=list)
     scores: list[TokenScore] = field(default_factory=list)
     error: Exception | None = None
@@ -129,19 +142,31 @@ class Scheduler:
 
     A step takes a chunk of the oldest prompt that is not prefilled yet, then one token further all rows that are. So a
     long prompt holds the others up by a chunk a token, and waits for no more than a token a chunk. A prompt that begins like
-    one that a free row still holds continues from there.
+    one that a free row still holds, or the prefix cache, continues from there.
+
+    Args:
+        cache: of prompts whose rows are in use again, or still.
+        speculation: drafts of tokens.
     """
 
-    def __init__(self, decoding: Decoding, engine: Engine):
-        self.decoding, self.engine = decoding, engine
+    def __init__(
+        self,
+        decoding: Decoding,
+        engine: Engine,
+        cache: PrefixCache | None = None,
+        speculation: Speculation | None = None,
+    ):
+        self.decoding, self.engine, self.cache, self.speculation = decoding, engine, cache, speculation
         self._ids = itertools.count()
         self._log = LogBudget()
         self._waiting: dict[int, Request] = {}
         self._rows: dict[int, _Row] = {}
         self._free = list(range(decoding.num_rows))  # the least recently used one first
-        self._held: dict[int, tuple[int, Sequence[int]]] = dict.fromkeys(self._free, (0, ()))  # adapter and tokens
+        self._held: dict[int, tuple[Hashable, Sequence[int]]] = dict.fromkeys(
+            self._free, (None, ())
+        )  # owner and tokens
         self.reused_tokens = 0
-        """Number of prompt tokens that were found in a free row."""
+        """Number of prompt tokens that were found in a free row or in the prefix cache."""
 
     @property
     def num_running(self) -> int:
@@ -182,8 +207,19 @@ class Scheduler:
         chunks, every = self._next_chunks(is_alone=not decoded)
         if not chunks and not decoded:
             return []
-        logits = self.decoding.step(chunks, decoded, every)
-        return self._choose([*self._book(chunks, every, logits), *decoded], logits)
+        drafts = self._drafts(chunks, decoded)
+        logits = self.decoding.step(chunks, decoded, every, drafts)
+        rows = [*self._book(chunks, every, logits), *decoded]
+        return self._choose({row: drafts.get(row, ()) for row in rows}, logits)
+
+    def _drafts(self, chunks: Mapping[int, Sequence[int]], rows: Collection[int]) -> Mapping[int, Sequence[int]]:
+        """Drafts of what follows the last tokens of rows, none beyond the last token of a text."""
+        if not self.speculation:
+            return {}
+        states = {row: self._rows[row] for row in rows}
+        room = {row: state.request.max_new_tokens - len(state.generated) - 1 for row, state in states.items()}
+        drafts = self.speculation.draft(room)
+        return self.decoding.cut_drafts(chunks, rows, drafts) if drafts else {}
 
     def _admit(self) -> None:
         for number, request in list(self._waiting.items()):
@@ -191,21 +227,29 @@ class Scheduler:
                 return
             del self._waiting[number]
             shared = {row: self._shared(row, request) for row in self._free}
+            found = {row: max(shared[row], self._cached(row, request)) for row in self._free}
             # Only reused tokens count, less those that are overwritten: a common greeting is not worth a conversation.
-            row = max(
-                self._free, key=lambda free: 2 * shared[free] - len(self._held[free][1])
-            )  # the first among equals
+            row = max(self._free, key=lambda free: 2 * found[free] - len(self._held[free][1]))  # the first among equals
             self._free.remove(row)
             self.decoding.trim(row, shared[row])
             self.decoding.use_adapter(row, request.adapter)
-            self.reused_tokens += shared[row]
-            self._rows[row] = _Row(number, request, request.prompt[shared[row] :], time.perf_counter())
+            if self.cache is not None and found[row] > shared[row]:
+                self.cache.restore(row, request.owner, request.prompt[:-1], shared[row])
+            self.reused_tokens += found[row]
+            left = request.prompt[found[row] :]
+            self._rows[row] = _Row(number, request, left, time.perf_counter(), found[row])
+
+    def _cached(self, row: int, request: Request) -> int:
+        """Number of a prompt's tokens that the prefix cache has for a row, without the last one."""
+        if self.cache is None or request.score_prompt:
+            return 0
+        return self.cache.num_found(row, request.owner, request.prompt[:-1])
 
     def _shared(self, row: int, request: Request) -> int:
         """Number of a prompt's tokens that a free row holds: full chunks, but never the last token, whose logits
         are needed."""
-        unit, prompt, (adapter, held) = self.decoding.reusable, request.prompt, self._held[row]
-        if request.score_prompt or request.adapter != adapter:
+        unit, prompt, (owner, held) = self.decoding.reusable, request.prompt, self._held[row]
+        if request.score_prompt or request.owner != owner:
             return 0
         if not unit:
             return 0
@@ -223,7 +267,11 @@ class Scheduler:
             held = [*state.request.prompt[:done], *state.generated[:-1]]
         elif unit:
             held = state.request.prompt[: done // unit * unit]
-        self._held[row] = state.request.adapter, held
+        self._held[row] = state.request.owner, held
+        if self.speculation:
+            self.speculation.end(row)
+        if self.cache is not None and state.generated and not failed:
+            self.cache.keep(row, state.request.owner, held)
         self.decoding.trim(row, len(held))
         self._free.append(row)
 
@@ -263,51 +311,62 @@ class Scheduler:
         except Exception as error:  # of this request alone
             state.error = state.error or error
 
-    def _choose(self, rows: Sequence[int], logits: Mapping[int, Logits] | None) -> list[Event]:
-        """Decide the next tokens of rows whose prompts are complete: on one rank, which broadcasts them."""
-        if not rows:
+    def _choose(self, drafts: Mapping[int, Sequence[int]], logits: Mapping[int, Logits] | None) -> list[Event]:
+        """Decide the next tokens of rows whose prompts are complete, each with its draft: on one rank, which broadcasts
+        them."""
+        if not drafts:
             return []
-        told = np.zeros((3, len(rows)), np.int32)  # token, log-probability as bits, why it ended or, negative, failed
-        tops: list[tuple[tuple[int, float], ...]] = [()] * len(rows)
+        sizes, chosen = [1 + len(draft) for draft in drafts.values()], None
         if logits is not None and self.engine.is_log_rank:
-            for place, row in enumerate(rows):
-                try:
-                    token, score, reason = _next_token(self._rows[row], logits[row])
-                except Exception as error:  # whatever it is, the other requests continue
-                    told[2, place] = -1 - _kind_of(error, self._log)
-                    continue
-                if score:
-                    tops[place], told[:2, place] = score.top, (token, np.float32(score.log_probability).view(np.int32))
-                told[2, place] = _REASONS.index(reason)
+            chosen = [
+                choose(self._rows[row], logits[row] if draft else logits[row][None], draft, self._log)
+                for row, draft in drafts.items()
+            ]
+        told = packed(chosen or [Chosen(())] * len(sizes), sizes)
         told = self.engine.broadcast(told, self.engine.strategy.mesh.first_rank_of_last_stage)
         now, events = time.perf_counter(), list[Event]()
-        for place, row in enumerate(rows):
-            token, bits, code = told[:, place]
-            events += self._tell(row, now, (int(token), float(bits.view(np.float32)), int(code)), tops[place])
+        for (row, draft), of_row in zip(drafts.items(), unpacked(told, sizes, chosen), strict=True):
+            events += self._tell(row, now, draft, of_row)
         return events
 
-    def _tell(
-        self, row: int, now: float, told: tuple[int, float, int], top: tuple[tuple[int, float], ...]
-    ) -> Iterator[Event]:
+    def _tell(self, row: int, now: float, draft: Sequence[int], chosen: Chosen) -> Iterator[Event]:
         """The events of a row, as broadcast; the row is free again where its text has ended."""
-        token, log_probability, code = told
-        state = self._rows[row]
-        if code < 0:
-            self._release(row, failed=True)
-            yield Failure(state.id, _ERRORS[-1 - code]())
-            return
-        reason = _REASONS[code]
-        if state.request.score_prompt and not state.generated:
-            yield PromptScores(state.id, state.scores, None if state.request.max_new_tokens else reason)
-        if state.request.max_new_tokens:
-            state.generated.append(token)
-            yield NewToken(state.id, token, log_probability, now - state.since, reason, top)
-            state.since = now
-        if reason:
+        state, is_first = self._rows[row], not self._rows[row].generated
+        for choice in chosen.choices:
+            if choice.code < 0:
+                self._release(row, failed=True)
+                yield Failure(state.id, _ERRORS[-1 - choice.code]())
+                return
+            reason = _REASONS[choice.code]
+            if state.request.score_prompt and not state.generated:
+                yield PromptScores(state.id, state.scores, None if state.request.max_new_tokens else reason)
+            if state.request.max_new_tokens:
+                state.generated.append(choice.token)
+                score, seconds = choice.log_probability, now - state.since
+                yield NewToken(state.id, choice.token, score, seconds, reason, choice.top, state.cached_tokens)
+                state.since = now
+        if draft:  # tokens that were not chosen
+            drop = self.decoding.trim if chosen.is_tail_finite else self.decoding.clear
+            drop(row, len(state.request.prompt) + len(state.generated) - 1)
+        tokens = [choice.token for choice in chosen.choices]
+        if self.speculation:
+            self.speculation.verified(row, draft, tokens)
+        if chosen.choices[-1].code:
             self._release(row)
+        elif is_first:
+            self._begin(row, state.request, tokens)
+
+    def _begin(self, row: int, request: Request, tokens: Sequence[int]) -> None:
+        """After the first token of a row: its prompt is worth keeping, and drafts can be made."""
+        if self.cache is not None:
+            self.cache.keep(row, request.owner, request.prompt)
+        if self.speculation:
+            self.speculation.begin(row, [*request.prompt, *tokens])
 
 
-def generate(decoding: Decoding, engine: Engine, requests: Sequence[Request]) -> Iterator[NewToken]:
+def generate(
+    decoding: Decoding, engine: Engine, requests: Sequence[Request], speculation: Speculation | None = None
+) -> Iterator[NewToken]:
     """Tokens of all requests, by their index, in the order they are made. Every rank of a job yields the same.
 
     Rows left unfinished, when the caller stops early, are free again.
@@ -315,7 +374,7 @@ def generate(decoding: Decoding, engine: Engine, requests: Sequence[Request]) ->
     Raises:
         ConfigError: a request fails; on every rank.
     """
-    scheduler = Scheduler(decoding, engine)
+    scheduler = Scheduler(decoding, engine, speculation=speculation)
     for request in requests:
         scheduler.submit(request)
     try:
@@ -331,16 +390,35 @@ def generate(decoding: Decoding, engine: Engine, requests: Sequence[Request]) ->
             decoding.trim(row, 0)
 
 
-def _next_token(state: _Row, logits: Logits) -> tuple[int, TokenScore | None, FinishReason | None]:
-    """Choose the token after those of a row, with its log-probability, and why it is the last one; where only the prompt
-    is to be scored, none."""
+def choose(state: _Row, logits: Logits, draft: Sequence[int], log: LogBudget) -> Chosen:
+    """Choose the tokens after those of a row, from the logits (T, V) after the last one and after each drafted one: up to
+    the first that is not as drafted."""
+    choices, generated = list[Choice](), list(state.generated)
+    for place, of_token in enumerate(logits):
+        try:
+            token, score, reason = _next_token(state, of_token, generated)
+        except Exception as error:  # whatever it is, the other requests continue
+            choices.append(Choice(0, 0.0, -1 - _kind_of(error, log)))
+            break
+        choices.append(score_of(score, token, _REASONS.index(reason)))
+        if reason or place == len(draft) or token != draft[place]:
+            break
+    return Chosen(choices, bool(np.isfinite(logits[len(choices) :]).all()))
+
+
+def _next_token(
+    state: _Row, logits: Logits, generated: list[int]
+) -> tuple[int, TokenScore | None, FinishReason | None]:
+    """Choose the token after those generated, which are then one more, with its log-probability, and why it is the last one;
+    where only the prompt is to be scored, none."""
     request = state.request
     if state.error:
         raise state.error
     if not request.max_new_tokens:
         return 0, None, "length"
-    token = request.sampler.choose(logits, History(request.prompt, state.generated), stream=request.stream)
-    return token, score_token(logits, token, request.num_top), _finish_reason(request, [*state.generated, token])
+    token = request.sampler.choose(logits, History(request.prompt, generated), stream=request.stream)
+    generated.append(token)
+    return token, score_token(logits, token, request.num_top), _finish_reason(request, generated)
 
 
 def _kind_of(error: Exception, log: LogBudget) -> int:

@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from sporeloom.data.tokenizer import Prompt, Tokenizer
 from sporeloom.inference.config import GenerateJob
 from sporeloom.inference.decoding import Decoding, UncachedDecoder
+from sporeloom.inference.growing_text import GrowingText
 from sporeloom.inference.mixed import cached
 from sporeloom.inference.model import load_model
 from sporeloom.inference.sampling import Sampler, SamplingConfig
 from sporeloom.inference.scheduler import FinishReason, NewToken, Request, generate
+from sporeloom.inference.speculation import SpeculationFlags, speculation
 from sporeloom.inference.stopping import StopCondition, at_text, first_of, held_back
 from sporeloom.runtime.engine import Engine
 
@@ -32,6 +34,7 @@ class Completion:
     """Seconds from a free row to the first token."""
     decode_s: float = 0.0
     """Seconds of all further tokens."""
+    growing: GrowingText | None = field(default=None, repr=False, compare=False)
 
     @property
     def time_per_token_s(self) -> float | None:
@@ -54,16 +57,31 @@ class StopConditions:
     stop_texts: Sequence[str] = ()
     rule: StopCondition | None = None
 
-    def at(self, text: str) -> int | None:
-        """Position where `text` ends before its end, if it does."""
+    def at(self, text: str, known: int = 0) -> int | None:
+        """Position where `text` ends before its end, if it does; not within its first `known` characters."""
         rules = [*([at_text(self.stop_texts)] if self.stop_texts else []), *([self.rule] if self.rule else [])]
-        return first_of(*rules)(text) if rules else None
+        return first_of(*rules)(text, known) if rules else None
 
-    def is_reached(self, tokens: Sequence[int]) -> bool:
-        """Whether the last of these generated tokens ends the text."""
-        if tokens[-1] in self.stop_ids:
-            return True
-        return bool(self.stop_texts or self.rule) and self.at(self.tokenizer.decode(list(tokens))) is not None
+    def watch(self) -> Callable[[Sequence[int]], bool]:
+        """A function for one text. It is called after each of its tokens with all of them, and returns whether the last one
+        ends it."""
+        text, known = GrowingText(self.tokenizer), 0
+        has_rules, num_read = bool(self.stop_texts or self.rule), 0
+
+        def is_finished(tokens: Sequence[int]) -> bool:
+            nonlocal known, num_read
+            if tokens[-1] in self.stop_ids:
+                return True
+            if not has_rules:
+                return False
+            for token in tokens[num_read:]:
+                text.add(token)
+            num_read = len(tokens)
+            found = self.at(text.text, known) is not None
+            known = text.num_settled
+            return found
+
+        return is_finished
 
     def add(self, completion: Completion, new: NewToken) -> str:
         """Add a token. Returns the text that is certain now: the possible beginning of a stop sequence waits."""
@@ -74,9 +92,12 @@ class StopConditions:
         completion.tokens.append(new.token)
         completion.log_probabilities.append(new.log_probability)
         completion.finish_reason = new.finish_reason
-        ended_by_token = new.finish_reason == "stop" and new.token in self.stop_ids
-        text = self.tokenizer.decode(completion.tokens[:-1] if ended_by_token else completion.tokens)
-        end = self.at(text)
+        growing = completion.growing = completion.growing or GrowingText(self.tokenizer)
+        known = growing.num_settled
+        if not (new.finish_reason == "stop" and new.token in self.stop_ids):
+            growing.add(new.token)
+        text = growing.text
+        end = self.at(text, known)
         if end is not None:
             text = text[:end]
         elif not new.finish_reason:
@@ -101,8 +122,10 @@ class TextPiece:
 class Session:
     """A model with its graphs compiled, ready for prompts. `stop` may be changed between calls."""
 
-    def __init__(self, engine: Engine, decoding: Decoding, stop: StopConditions):
-        self.engine, self.decoding, self.stop = engine, decoding, stop
+    def __init__(
+        self, engine: Engine, decoding: Decoding, stop: StopConditions, drafting: SpeculationFlags | None = None
+    ):
+        self.engine, self.decoding, self.stop, self.drafting = engine, decoding, stop, drafting
 
     def complete(
         self,
@@ -138,11 +161,12 @@ class Session:
         most = [max_new_tokens] * len(ids) if isinstance(max_new_tokens, int) else max_new_tokens
         self.decoding.prepare([len(prompt) for prompt in ids], max(most, default=0))
         requests = [
-            Request(tokens, limit, sampler, stop.is_reached, stream)
+            Request(tokens, limit, sampler, stop.watch(), stream)
             for tokens, limit, stream in zip(ids, most, streams or range(len(ids)), strict=True)
         ]
         completions = [Completion(prompt.text) for prompt in prompts]
-        for new in generate(self.decoding, self.engine, requests):
+        drafts = speculation(self.drafting) if self.drafting else None
+        for new in generate(self.decoding, self.engine, requests, drafts):
             completion = completions[new.request]
             yield TextPiece(new.request, stop.add(completion, new), completion)
 
@@ -155,6 +179,7 @@ def open_session(job: GenerateJob, engine: Engine) -> Session:
         decoding: Decoding = UncachedDecoder(engine, net, job.model, job.num_rows)
     else:
         shape = (job.num_rows, job.num_slots)
-        net = load_model(config.checkpoint, job.family, job.model, job.strategy, shape, int8)
-        decoding = cached(engine, net, job.model, *shape)
-    return Session(engine, decoding, StopConditions(job.tokenizer, job.stop_ids, config.stop, job.ending))
+        lends = config.num_drafts > 0
+        net = load_model(config.checkpoint, job.family, job.model, job.strategy, shape, int8, lends_rows=lends)
+        decoding = cached(engine, net, job.model, *shape, num_drafts=config.num_drafts)
+    return Session(engine, decoding, StopConditions(job.tokenizer, job.stop_ids, config.stop, job.ending), config)

@@ -1,27 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules that find where a generated text ends; they compose. Each takes the text so far and returns a position;
-None: not yet."""
+None: not yet.
+
+A rule also takes the number of characters that an earlier call had and found no end in: it need not read them again.
+"""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import Protocol
 
-StopCondition = Callable[[str], int | None]
+
+class StopCondition(Protocol):
+    def __call__(self, text: str, known: int = 0, /) -> int | None: ...
 
 
 def at_text(texts: Sequence[str]) -> StopCondition:
     """Find the end before the first of `texts`."""
-    return lambda text: min((place for place in (text.find(t) for t in texts) if place >= 0), default=None)
+
+    def ending(text: str, known: int = 0) -> int | None:
+        places = (text.find(each, max(0, known - len(each) + 1)) for each in texts)
+        return min((place for place in places if place >= 0), default=None)
+
+    return ending
 
 
 def at_dedent() -> StopCondition:
     """Find the end before the first line that is not indented: a continued Python function has ended there."""
 
-    def ending(text: str) -> int | None:
-        start = 0
-        for line in text.split("\n"):
+    def ending(text: str, known: int = 0) -> int | None:
+        start = text.rfind("\n", 0, known) + 1
+        for line in text[start:].split("\n"):
             if line.strip() and line[0] not in " \t":
                 return start
             start += len(line) + 1
@@ -34,9 +45,9 @@ def at_closed_brace() -> StopCondition:
     """Find the end after the brace that closes what the prompt opened: the first to close more than the text
     itself opens."""
 
-    def ending(text: str) -> int | None:
-        depth = 0
-        for place, character in enumerate(text):
+    def ending(text: str, known: int = 0) -> int | None:
+        depth = text.count("{", 0, known) - text.count("}", 0, known)
+        for place, character in enumerate(text[known:], known):
             depth += {"{": 1, "}": -1}.get(character, 0)
             if depth < 0:
                 return place + 1
@@ -47,7 +58,11 @@ def at_closed_brace() -> StopCondition:
 
 def first_of(*endings: StopCondition) -> StopCondition:
     """Combine several endings: the earliest one counts."""
-    return lambda text: min((end for end in (ending(text) for ending in endings) if end is not None), default=None)
+
+    def first(text: str, known: int = 0) -> int | None:
+        return min((end for end in (ending(text, known) for ending in endings) if end is not None), default=None)
+
+    return first
 
 
 def held_back(text: str, wanted: Sequence[str]) -> int:

@@ -16,6 +16,9 @@ class NoCache(nn.Cell):
 class KeyCache(nn.Cell):
     """Keys of every row's tokens, (R, KV, S, D/H): R rows of S slots, written in place."""
 
+    picks_rows = False
+    """Whether a batch as large as the cache may have its rows in any order, and more than once."""
+
     def __init__(self, shape: tuple[int, int, int, int], dtype: mstype.Type):
         super().__init__()
         self.num_rows = shape[0]
@@ -30,7 +33,9 @@ class KeyCache(nn.Cell):
     def construct(self, k, slots):
         """k: (B, KV, T, D/H); slots: (B, KV, T, 3), as for `KVCache`. Returns all keys of the B rows."""
         keys = self.append_keys(self.keys, slots, k)
-        return keys if slots.shape[0] == self.num_rows else self.pick_keys(keys, self.row_of(slots), 0)
+        if slots.shape[0] == self.num_rows and not self.picks_rows:
+            return keys
+        return self.pick_keys(keys, self.row_of(slots), 0)
 
     def row_of(self, slots):
         batch, heads, length, _ = slots.shape
@@ -50,10 +55,11 @@ class KVCache(KeyCache):
     def construct(self, k, v, slots):
         """k, v: (B, KV, T, D/H); slots: (B, KV, T, 3), the row, head and slot of each among those this device holds.
 
-        Returns all keys and values of the B rows: where those are not all R rows, of the ones that `slots` names.
+        Returns all keys and values of the B rows: where those are not all R rows, or with `picks_rows`, of the ones that
+        `slots` names.
         """
         keys, values = self.append_keys(self.keys, slots, k), self.append_values(self.values, slots, v)
-        if slots.shape[0] == self.num_rows:
+        if slots.shape[0] == self.num_rows and not self.picks_rows:
             return keys, values
         row = self.row_of(slots)
         return self.pick_keys(keys, row, 0), self.pick_values(values, row, 0)

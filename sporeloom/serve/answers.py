@@ -6,7 +6,7 @@ from __future__ import annotations
 import codecs
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -34,6 +34,8 @@ class Choice:
     scores: list[TokenScore | None] = field(default_factory=list)
     """Scores of the tokens of the answer; None: the first token of a prompt."""
     finish_reason: str | None = None
+    cached_tokens: int = 0
+    """Number of the prompt's tokens that the prefix cache had."""
     num_sent: int = 0
     """Character offset of each of `scores`."""
     processors: tuple[Processor, ...] = ()
@@ -50,6 +52,7 @@ class Choice:
     def add(self, new: NewToken) -> str:
         """Add a token. Returns the text that is certain now."""
         self.scores.append(TokenScore(new.token, new.log_probability, new.top))
+        self.cached_tokens = new.cached_tokens
         text = self.stop.add(self.completion, new)
         self.finish_reason = new.finish_reason
         return text
@@ -117,10 +120,17 @@ def chat_logprobs(choice: Choice) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-def usage(prompts: Iterable[Sequence[int]], choices: Iterable[Choice]) -> dict[str, int]:
-    """Usage: tokens of the prompts, each counted once, and of the answers."""
+def usage(prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> dict[str, Any]:
+    """Usage: tokens of the prompts, each counted once and cached where they were for its first choice, and of the answers."""
+    first = choices[:: max(1, len(choices) // max(1, len(prompts)))]
+    details = {"cached_tokens": sum(choice.cached_tokens for choice in first)}
     prompt, made = sum(map(len, prompts)), sum(len(choice.completion.tokens) for choice in choices)
-    return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": made,
+        "total_tokens": prompt + made,
+        "prompt_tokens_details": details,
+    }
 
 
 def head(kind: str, prefix: str, model: str, seed: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ from sporeloom.data.documents import decode_text, json_lines
 
 LIMITS = ("ttft", "tpot", "e2el")
 TIMEOUT_S = 600.0
+_DRAFTED = re.compile(r"^\w+:spec_decode_num_(draft|accepted)_tokens_total(?:\{.*\})? (\S+)$", re.M)
+"""Counters of servers that draft, vLLM's among them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,11 +160,15 @@ async def bench(config: BenchServeConfig) -> dict[str, Any]:
             async with gate:
                 return await _ask(client, config, model, prompt)
 
-        start, tasks = time.perf_counter(), []
+        before, start, tasks = await _drafted(client), time.perf_counter(), []
         async for prompt in _arrivals(config, prompts):
             tasks.append(asyncio.ensure_future(gated(prompt)))
         timed = await asyncio.gather(*tasks)
-        return summary(config, model, timed, time.perf_counter() - start, limits)
+        told = summary(config, model, timed, time.perf_counter() - start, limits)
+        drafted, accepted = (after - first for after, first in zip(await _drafted(client), before, strict=True))
+        if drafted:
+            told |= {"spec_decode_draft_tokens": drafted, "spec_decode_acceptance_rate": accepted / drafted}
+        return told
 
 
 async def _model(client: httpx.AsyncClient, config: BenchServeConfig) -> str:
@@ -171,6 +178,19 @@ async def _model(client: httpx.AsyncClient, config: BenchServeConfig) -> str:
         return str(answer.json()["data"][0]["id"])
     except (httpx.HTTPError, ValueError, LookupError) as error:
         raise ConfigError(f"{config.base_url}/v1/models: {error}; is a server there?") from None
+
+
+async def _drafted(client: httpx.AsyncClient) -> tuple[float, float]:
+    """Numbers of drafted and of accepted tokens that the server's metrics have; 0 where it has none."""
+    try:
+        answer = await client.get("/metrics")
+    except httpx.HTTPError:
+        return 0.0, 0.0
+    counts = dict.fromkeys(("draft", "accepted"), 0.0)
+    if answer.status_code == 200:
+        for kind, value in _DRAFTED.findall(answer.text):
+            counts[kind] += float(value)
+    return counts["draft"], counts["accepted"]
 
 
 async def _arrivals(config: BenchServeConfig, prompts: Sequence[Any]) -> AsyncIterator[Any]:

@@ -14,9 +14,10 @@ from sporeloom.checkpoint.adapters import Adapter, read_adapter
 from sporeloom.checkpoint.generation_config import with_end_tokens
 from sporeloom.core.command_line import argument, option
 from sporeloom.core.errors import ConfigError, Problems
-from sporeloom.core.numbers import Count, Natural, Positive, number_problems
+from sporeloom.core.numbers import Count, Natural, NotNegative, Positive, number_problems
 from sporeloom.data.tokenizer import Tokenizer, folder_tokenizer
 from sporeloom.inference.config import ComputeFlags
+from sporeloom.inference.speculation import SpeculationFlags, speculation_problems
 from sporeloom.models.adapters import ADAPTER_CONFIG, base_folder, is_adapter_folder, is_reward_adapter
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import family_module
@@ -34,7 +35,7 @@ CHUNK, MIXED_CHUNK = 64, 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig(ComputeFlags):
+class ServeConfig(ComputeFlags, SpeculationFlags):
     """One call of `sporeloom serve`."""
 
     heading: ClassVar[str] = "server"
@@ -79,6 +80,11 @@ class ServeConfig(ComputeFlags):
         None,
         f"number of prompt tokens prefilled between two decode steps (default: {MIXED_CHUNK} with compiled "
         f"kernels, else {CHUNK})",
+    )
+    prefix_cache_gb: NotNegative = option(
+        1.0,
+        "memory in GB, on all devices together, for keys and values of prompts that others may begin with; 0: only "
+        "rows that are free now",
     )
     request_timeout: Positive = option(600.0, "seconds after which a request is aborted")
     max_body_kb: Count = option(1024, "maximum size of a request in KB")
@@ -166,6 +172,7 @@ def check(config: ServeConfig, num_processes: int | None, rank: int = 0) -> Serv
         problems += model_problems(strategy, model) if model else []
     models: list[ServedModel] = []
     adapters: list[Adapter] = []
+    problems += speculation_problems(config, model)
     if family and model:
         if tokenizer := problems.of(folder_tokenizer, family, config.checkpoint, model, config.tokenizer):
             models.append(ServedModel(_name(config), tokenizer, model.end_ids))

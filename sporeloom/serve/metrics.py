@@ -41,13 +41,19 @@ class Metrics:
                 "Fraction of the KV cache that holds tokens, 0 to 1.",
                 lambda: service.load.used_slots,
             ),
+            "spec_decode_draft_acceptance_rate": (
+                "Fraction of drafted tokens that were right, 0 to 1.",
+                lambda: service.load.accepted / max(1, service.load.drafted),
+            ),
         }
         for name, (text, read) in gauges.items():
             Gauge(PREFIX + name, text, [*self.names], registry=self.registry).labels(**self.names).set_function(read)
         self.prompt_tokens = self._counter("prompt_tokens", "Prefilled tokens.")
         self.generated = self._counter("generation_tokens", "Generated tokens.")
-        self.queried = self._counter("prefix_cache_queries", "Prompt tokens looked up in free rows (prefix caching).")
-        self.reused = self._counter("prefix_cache_hits", "Prompt tokens found in a free row (prefix caching).")
+        self.queried = self._counter(
+            "prefix_cache_queries", "Prompt tokens looked up in free rows and the prefix cache."
+        )
+        self.reused = self._counter("prefix_cache_hits", "Prompt tokens found in a free row or the prefix cache.")
         self.ended = Counter(
             f"{PREFIX}request_success", "Finished sequences.", [*self.names, "finished_reason"], registry=self.registry
         )
@@ -71,6 +77,12 @@ class Metrics:
         self.params_n = self._histogram("request_params_n", "The n of requests.", CHOICES)
         self.params_max = self._histogram("request_params_max_tokens", "The max_tokens of requests.", TOKENS)
         self._reused_before = 0
+        self._drafting = [
+            (self._counter("spec_decode_num_drafts", "Verified drafts."), "drafts"),
+            (self._counter("spec_decode_num_draft_tokens", "Drafted tokens."), "drafted"),
+            (self._counter("spec_decode_num_accepted_tokens", "Drafted tokens that were right."), "accepted"),
+        ]
+        self._drafted_before = dict.fromkeys(("drafts", "drafted", "accepted"), 0)
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(PREFIX + name, text, [*self.names], registry=self.registry).labels(**self.names)
@@ -116,4 +128,8 @@ class Metrics:
         reused = self._service.load.reused_tokens
         self.reused.inc(reused - self._reused_before)
         self._reused_before = reused
+        for counter, name in self._drafting:
+            count = getattr(self._service.load, name)
+            counter.inc(count - self._drafted_before[name])
+            self._drafted_before[name] = count
         return generate_latest(self.registry)

@@ -287,10 +287,11 @@ def message_of(deltas: list[Delta]) -> dict[str, Any]:
 def after_first_call(form: ChatFormat, in_reasoning: bool) -> StopCondition:
     """Find the end after the first complete call."""
     assert form.calls
-    end = re.compile(re.escape(form.calls.markers.end))
+    marker = form.calls.markers.end
+    end = re.compile(re.escape(marker))
 
-    def ending(text: str) -> int | None:
-        for found in end.finditer(text):
+    def ending(text: str, known: int = 0) -> int | None:
+        for found in end.finditer(text, max(0, known - len(marker) + 1)):
             parser = MessageParser(form, in_reasoning, str)
             parser.add(text[: found.end()])
             if parser.num_calls:

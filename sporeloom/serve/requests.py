@@ -49,6 +49,8 @@ class ApiRequest:
     with_usage: bool
     structure: Structure | None = None
     """Form that the answer must have."""
+    cache_salt: str = ""
+    """Only requests with the same one share the prefix cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +178,7 @@ def _common(
         "stream": stream,
         "with_usage": bool(options.get("include_usage")),
         "structure": structure,
+        "cache_salt": fields.take("cache_salt", str, ""),
     }
 
 

@@ -21,16 +21,21 @@ from typing import Any, Literal
 
 from sporeloom.core.lines import first_line
 from sporeloom.core.log import LogBudget, counted, milestone
+from sporeloom.inference.cache import cache_bytes
 from sporeloom.inference.mixed import cached, takes
 from sporeloom.inference.model import load_model
+from sporeloom.inference.prefix_cache import prefix_cache
 from sporeloom.inference.sampling import Processor, Sampler, SamplingConfig, add_bias
 from sporeloom.inference.scheduler import Event, Failure, InternalError, Request, Scheduler
+from sporeloom.inference.speculation import speculation
 from sporeloom.models.slots import num_slots_for
 from sporeloom.runtime.engine import Engine
 from sporeloom.serve.config import CHUNK, MIXED_CHUNK, ServeJob
 
 HEARTBEAT_S = 5.0
 """Maximum seconds that ranks wait for each other without requests: far below every time-out of a collective."""
+
+GB = 2**30
 
 State = Literal["loading", "ready", "draining", "failed"]
 
@@ -52,6 +57,8 @@ class GenerationRequest:
     score_prompt: bool
     is_finished: Callable[[Sequence[int]], bool]
     """Called on the rank with the server."""
+    cache_salt: str = ""
+    """See `Request`."""
     processors: tuple[Processor, ...] = ()
     """Processors of its logits, on the rank with the server, which is the one that chooses tokens."""
 
@@ -84,6 +91,12 @@ class Load:
     used_slots: float
     """Fraction of the cache's slots that hold tokens."""
     reused_tokens: int
+    drafts: int = 0
+    """Number of drafts that were verified."""
+    drafted: int = 0
+    """Number of tokens in them."""
+    accepted: int = 0
+    """Number of drafted tokens that were right."""
 
 
 class Service:
@@ -156,15 +169,17 @@ class Service:
         shape = (job.num_rows, num_slots_for(job.max_model_len))
         self._say("loading the weights")
         is_int8 = config.weights == "int8"
-        net = load_model(config.checkpoint, job.family, job.model, job.strategy, shape, is_int8, job.adapters)
+        lends = config.num_drafts > 0
+        net = load_model(config.checkpoint, job.family, job.model, job.strategy, shape, is_int8, job.adapters, lends)
         chunk = config.prefill_chunk or (MIXED_CHUNK if takes(net, job.num_rows) else CHUNK)
-        decoding = cached(self.engine, net, job.model, *shape, chunk)
+        decoding = cached(self.engine, net, job.model, *shape, chunk, config.num_drafts)
         steps = list(decoding.shapes())
         for done, (what, compile_step) in enumerate(steps, 1):
             self._say(f"compiling {done} of {len(steps)}: {what}")
             compile_step()
         self.decoding = decoding
-        self.scheduler = Scheduler(decoding, self.engine)
+        cache = prefix_cache(decoding, cache_bytes(job.model, 1, 1), int(config.prefix_cache_gb * GB))
+        self.scheduler = Scheduler(decoding, self.engine, cache, speculation(config))
         gc.collect()
         gc.freeze()  # the loaded objects stay: a garbage collection over them would delay everything by half a second
         self.state, self.progress = "ready", ""
@@ -261,6 +276,7 @@ class Service:
             num_top=told["num_top"],
             score_prompt=told["score_prompt"],
             adapter=told["adapter"],
+            cache_salt=told["cache_salt"],
         )
 
     def _cancel(self, number: int) -> None:
@@ -280,7 +296,9 @@ class Service:
         if self.engine.is_log_rank:
             table, scheduler = self.decoding.slot_table, self.scheduler
             used = float(table.lengths.sum()) / (table.capacity * table.num_rows)
-            self.load = Load(scheduler.num_running, scheduler.num_waiting, used, scheduler.reused_tokens)
+            drafted = scheduler.speculation
+            counts = (drafted.num_drafts, drafted.drafted, drafted.accepted) if drafted else (0, 0, 0)
+            self.load = Load(scheduler.num_running, scheduler.num_waiting, used, scheduler.reused_tokens, *counts)
 
 
 def _told(wanted: GenerationRequest) -> dict[str, Any]:

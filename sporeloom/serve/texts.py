@@ -100,8 +100,9 @@ class RequestStream:
             logit_bias=self.asked.logit_bias,
             num_top=self.asked.num_top or 0,
             score_prompt=score_prompt,
-            is_finished=choice.stop.is_reached,
+            is_finished=choice.stop.watch(),
             processors=choice.processors,
+            cache_salt=self.asked.cache_salt,
         )
 
     def _take(self, choice: Choice, event: Event | ServiceFailure, timing: Timing) -> str:

@@ -365,7 +365,7 @@ def averaged_weights(cell: nn.Cell, engine: Engine, report: Report) -> Iterator[
     averages = {
         name.removeprefix(AVERAGES): parameter
         for name, parameter in parameters.items()
-        if name.startswith(AVERAGES) and engine.held_slices(name, tuple(report.of(name).global_shape)) is not None
+        if name.startswith(AVERAGES) and engine.held_slice(name, tuple(report.of(name).global_shape)) is not None
     }
     before = {name: parameters[name].asnumpy().copy() for name in averages}
 

@@ -99,7 +99,7 @@ def test_a_mesh_samples_with_the_weights_that_it_trains(prompts, tmp_path, name)
         (["--evaluate-every", 2], "--evaluate-every is for samples: give --sample-prompts FILE, too"),
         (["--sample-chat"], "--sample-chat is for samples"),
         (["--sample-prompts", "missing.txt"], "missing.txt"),
-        (["--strategy", CONFIGS / "pangu_tiny_cp2_tp2.yaml"], "--sample-prompts generates a token at a time"),
+        (["--strategy", CONFIGS / "pangu_tiny_cp2_tp2.yaml"], "texts are sampled a token at a time"),
         (["--strategy", CONFIGS / "pangu_tiny_tp2_pp2_interleaved.yaml"], "leave virtual stages out"),
     ],
 )

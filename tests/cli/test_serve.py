@@ -100,7 +100,7 @@ def test_the_openai_client_is_served(server):
     assert whole.usage.completion_tokens == len(whole.choices[0].logprobs.tokens) == 12
     parts = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
     assert "".join(part.choices[0].text for part in parts[:-1]) == whole.choices[0].text
-    assert parts[-1].usage == whole.usage and parts[-2].choices[0].finish_reason == "length"
+    assert parts[-1].usage.total_tokens == whole.usage.total_tokens and parts[-2].choices[0].finish_reason == "length"
     with pytest.raises(openai.BadRequestError, match="base model"):
         client.chat.completions.create(model="town", messages=[{"role": "user", "content": "hi"}])
     with pytest.raises(openai.NotFoundError, match="no model"):

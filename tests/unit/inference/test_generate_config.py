@@ -2,6 +2,7 @@
 """What `sporeloom generate` refuses of stop tokens and bans, and where its texts end."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,6 +10,7 @@ from pangu.tokenizer import train_tokenizer
 from sporeloom.checkpoint.model_folder import write_config
 from sporeloom.core.errors import ConfigError
 from sporeloom.inference.config import GenerateConfig, check
+from sporeloom.inference.speculation import SpeculationFlags, speculation_problems
 from sporeloom.models.family import size_config
 
 
@@ -48,3 +50,13 @@ def test_flags_that_leave_no_token_are_refused(folder, size, way):
 
 def test_without_a_minimum_every_token_may_end_a_text(folder, size):
     assert len(check(GenerateConfig(checkpoint=folder, stop_ids=tuple(range(size))), 1, []).stop_ids) == size
+
+
+def test_drafts_that_cannot_be_taken_back_are_refused(folder):
+    with pytest.raises(ConfigError, match="--speculate ngram drafts into the KV cache; leave out --no-cache"):
+        check(GenerateConfig(checkpoint=folder, speculate="ngram", no_cache=True), 1, [])
+    flags = SpeculationFlags(speculate="ngram")
+    (problem,) = speculation_problems(flags, SimpleNamespace(has_convolutions=True))
+    assert "convolutions" in problem and "leave it out" in problem
+    assert speculation_problems(SpeculationFlags(), SimpleNamespace(has_convolutions=True)) == []
+    assert speculation_problems(flags, SimpleNamespace(has_convolutions=False)) == []

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests that come and go, on a decoding whose logits are a function of the tokens a row holds: no MindSpore graph."""
 
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -36,7 +36,7 @@ class Chunked:
         row = next(iter(waiting))
         return {row: waiting[row][:4]}
 
-    def step(self, chunks, tokens, every=False):
+    def step(self, chunks, tokens, every=False, drafts=MappingProxyType({})):
         assert len(chunks) <= 1
         self.calls += [("chunk", row, len(ids)) for row, ids in chunks.items()]
         self.calls += [("tokens", *tokens)] if tokens else []

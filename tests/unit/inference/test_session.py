@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generation and sessions on a decoding that says what it is told: no model, no MindSpore graph."""
 
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,6 +26,9 @@ class Letters:
     def decode(self, ids):
         return "".join(chr(ord("a") + i - 1) if i else "" for i in ids)
 
+    def token_bytes(self, token):
+        return self.decode([token]).encode()
+
 
 X = text_prompt(Letters(), "x")
 
@@ -47,7 +50,7 @@ class Script:
     def next_chunks(self, waiting, is_alone):
         return dict(waiting)
 
-    def step(self, chunks, tokens, every=False):
+    def step(self, chunks, tokens, every=False, drafts=MappingProxyType({})):
         logits = {}
         fed = {**chunks, **{row: [token] for row, token in tokens.items()}}
         self.calls.append({row: list(ids) for row, ids in fed.items()})
@@ -122,7 +125,7 @@ def test_a_stop_texts_beginning_is_held_back_until_it_is_none():
 
 
 def test_another_rule_can_end_a_text():
-    (done,) = complete(Script(1, {"x": "abcdef"}), ["x"], rule=lambda text: 2 if len(text) > 3 else None)
+    (done,) = complete(Script(1, {"x": "abcdef"}), ["x"], rule=lambda text, known=0: 2 if len(text) > 3 else None)
     assert (done.text, done.finish_reason, len(done.tokens)) == ("ab", "stop", 4)
 
 

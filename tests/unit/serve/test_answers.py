@@ -11,7 +11,7 @@ from vocabularies import glm4_json
 from sporeloom.inference.sampling import SamplingConfig, TokenScore
 from sporeloom.inference.scheduler import NewToken
 from sporeloom.inference.session import Completion, StopConditions
-from sporeloom.serve.answers import ChatAnswer, Choice, CompletionAnswer
+from sporeloom.serve.answers import ChatAnswer, Choice, CompletionAnswer, usage
 from sporeloom.serve.requests import ChatRequest, CompletionRequest
 
 TEXT = "é🙂小 x"
@@ -153,3 +153,9 @@ def test_log_probabilities_that_json_cannot_hold_become_openais_number(model, fo
     told = form(model, asked(ChatRequest if form is ChatAnswer else CompletionRequest)).whole([], [choice])
     text = json.dumps(told, allow_nan=False)
     assert text.count("-9999.0") == 2
+
+
+def test_cached_tokens_are_those_of_each_prompts_first_choice():
+    choices = [SimpleNamespace(cached_tokens=n, completion=SimpleNamespace(tokens=[1])) for n in (5, 9, 7, 9)]
+    told = usage([[0] * 10, [0] * 20], choices)
+    assert told["prompt_tokens_details"] == {"cached_tokens": 12} and told["total_tokens"] == 34

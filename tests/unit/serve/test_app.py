@@ -27,7 +27,7 @@ class Service:
     """Tells a token when the test says so."""
 
     def __init__(self, timeout_s=60.0):
-        self.load = SimpleNamespace(running=0, used_slots=0.0, reused_tokens=0)
+        self.load = SimpleNamespace(running=0, used_slots=0.0, reused_tokens=0, drafts=0, drafted=0, accepted=0)
         self.num_waiting = 0
         self.job = SimpleNamespace(config=SimpleNamespace(request_timeout=timeout_s))
         self.cancelled = []
@@ -177,3 +177,17 @@ def test_what_leaves_no_token_to_choose_is_refused_at_once(body, is_refused):
     with pytest.raises(RequestError, match="leave no token to choose") as raised:
         stop_conditions(model, asked)
     assert (raised.value.status, raised.value.param) == (400, "min_tokens")
+
+
+def test_drafts_are_counted_in_the_metrics():
+    service = Service()
+    metrics = Metrics(service, "town")
+    for drafts, drafted, accepted in ((2, 8, 4), (3, 16, 8)):
+        service.load = SimpleNamespace(
+            running=0, used_slots=0.0, reused_tokens=0, drafts=drafts, drafted=drafted, accepted=accepted
+        )
+        text = metrics.text().decode()
+        counts = [drafts, drafted, accepted]
+        for name, count in zip(("drafts", "draft_tokens", "accepted_tokens"), counts, strict=True):
+            assert f'spec_decode_num_{name}_total{{engine="0",model_name="town"}} {count}.0' in text
+        assert 'spec_decode_draft_acceptance_rate{engine="0",model_name="town"} 0.5' in text

@@ -33,6 +33,12 @@ def server():
                 self.wfile.write(f"data: {json.dumps(event, ensure_ascii=False)}\n\n".encode())
             self.wfile.write(b"data: [DONE]\r\n\r\n")
 
+        def do_GET(self):
+            self.send_response(200 if self.path == "/metrics" else 404)
+            self.end_headers()
+            for name, count in (("draft", 10 * len(bodies)), ("accepted", 4 * len(bodies)), ("other", 1)):
+                self.wfile.write(f'vllm:spec_decode_num_{name}_tokens_total{{engine="0"}} {count}.0\n'.encode())
+
         def log_message(self, *words):
             pass
 
@@ -62,3 +68,9 @@ def test_chats_are_asked_in_messages_and_their_pieces_counted(server, tmp_path):
 def test_token_ids_are_no_chat(server):
     with pytest.raises(ConfigError, match="takes texts: give --dataset-name custom"):
         chat(server[0])
+
+
+def test_what_the_server_drafted_meanwhile_is_read_from_its_metrics(server, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "hello"}\n')
+    told = chat(server[0], dataset_name="custom", dataset_path=tmp_path / "prompts.jsonl", num_warmups=1)
+    assert (told["spec_decode_draft_tokens"], told["spec_decode_acceptance_rate"]) == (30, 0.4)

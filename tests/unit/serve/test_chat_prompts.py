@@ -42,7 +42,7 @@ def client(tokenizer):
     config = ServeConfig(checkpoint=Path("m"), host="m", max_body_kb=100)
     models = (ServedModel("m", tokenizer, (tokenizer.eod_id,)),)
     job = ServeJob(config, "codegeex", SimpleNamespace(seq_len=99), SINGLE_DEVICE, models)
-    load = SimpleNamespace(running=0, used_slots=0.0, reused_tokens=0)
+    load = SimpleNamespace(running=0, used_slots=0.0, reused_tokens=0, drafts=0, drafted=0, accepted=0)
     service = SimpleNamespace(job=job, state="ready", load=load, num_waiting=0)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=build_app(service)), base_url="http://m")
 

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixed requests in one process of a job, alone and together, with drafts and with a warm prefix cache, for test_drafts."""
+
+from pathlib import Path
+
+import numpy as np
+
+from sporeloom.checkpoint.adapters import read_adapter
+from sporeloom.checkpoint.model_folder import load_config
+from sporeloom.data.tokenizer import folder_tokenizer
+from sporeloom.inference.cache import cache_bytes
+from sporeloom.inference.mixed import cached
+from sporeloom.inference.model import load_model
+from sporeloom.inference.prefix_cache import prefix_cache
+from sporeloom.inference.sampling import Sampler, SamplingConfig
+from sporeloom.inference.scheduler import NewToken, Request, Scheduler
+from sporeloom.inference.session import StopConditions
+from sporeloom.inference.speculation import NgramDrafter, Speculation
+from sporeloom.runtime.engine import Engine
+from sporeloom.serve.constraint import TokenMask
+from sporeloom.strategy.config import SINGLE_DEVICE
+from sporeloom.strategy.loader import load_strategy
+
+ROWS, SLOTS, CHUNK, DRAFTS = 4, 128, 16, 6
+GRAMMARS = (
+    {"json_schema": {"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 3}},
+    {"lark_grammar": "start: /[a-c ]{9,30}/"},
+)
+TEXT = "老人坐在河边钓鱼,孩子们在桥上跑来跑去。"
+
+
+def requests(tokenizer, end_ids, count, num_adapters):
+    """The requests, each with a grammar of its own."""
+    draw = np.random.default_rng(4)
+    for number in range(count):
+        prompt = tokenizer.encode(TEXT * int(draw.integers(1, 4)) + str(number // 3))
+        greedy = number % 3 == 0
+        sampling = SamplingConfig(
+            temperature=0.0 if greedy else float(draw.choice([0.3, 1.0])),
+            seed=number,
+            top_p=float(draw.choice([1, 0.9])),
+            frequency_penalty=0.4 if number % 5 == 4 else 0.0,
+            repetition_penalty=1.2 if number % 7 == 6 else 1.0,
+        )
+        first = [TokenMask(tokenizer, end_ids, [GRAMMARS[number % 2]])] if number % 4 == 1 else []
+        stop = StopConditions(tokenizer, end_ids, ("。",) if number % 6 == 5 else ())
+        yield Request(
+            prompt,
+            int(draw.integers(4, 28)),
+            Sampler(sampling, end_ids, tokenizer.vocab_size, first),
+            stop.watch(),
+            stream=number % 2,
+            num_top=number % 3,
+            adapter=number % (num_adapters + 1),
+        )
+
+
+def answers(scheduler, asked):
+    numbers = [scheduler.submit(each) for each in asked]
+    told = {number: [] for number in numbers}
+    while not scheduler.is_idle:
+        for event in scheduler.step():
+            assert isinstance(event, NewToken), event
+            told[event.request].append((event.token, event.log_probability, event.finish_reason, event.top))
+    return list(told.values())
+
+
+def opened(decoding, engine, *more):
+    """A scheduler whose rows hold nothing."""
+    for row in range(ROWS):
+        decoding.trim(row, 0)
+    return Scheduler(decoding, engine, *more)
+
+
+def mixed(checkpoint, strategy=None, modules=(), int8=False, count=18):
+    """{way: answers} of each way, and what was drafted, accepted and reused."""
+    engine = Engine.start(load_strategy(Path(strategy)) if strategy else SINGLE_DEVICE)
+    folder = Path(checkpoint)
+    family, config = load_config(folder)
+    tokenizer = folder_tokenizer(family, folder, config)
+    adapters = [read_adapter(Path(module), family, config) for module in modules]
+
+    def decoding(num_drafts):
+        net = load_model(folder, family, config, engine.strategy, (ROWS, SLOTS), int8, adapters, num_drafts > 0)
+        return cached(engine, net, config, ROWS, SLOTS, CHUNK, num_drafts)
+
+    def asked():
+        return list(requests(tokenizer, config.end_ids, count, len(adapters)))
+
+    plain, drafting = decoding(0), decoding(DRAFTS)
+    found = {"alone": [answers(opened(plain, engine), [each])[0] for each in asked()]}
+    found["together"] = answers(opened(plain, engine), asked())
+    speculation = Speculation(NgramDrafter(), DRAFTS)
+    found["drafts"] = answers(opened(drafting, engine, None, speculation), asked())
+    some = asked()[: count // 2]
+    found["drafts alone"] = [answers(opened(drafting, engine, None, speculation), [each])[0] for each in some]
+    cache = prefix_cache(drafting, cache_bytes(config, 1, 1), 2**26)
+    warm = opened(drafting, engine, cache, Speculation(NgramDrafter(), DRAFTS))
+    answers(warm, asked()[::-1])
+    before = warm.reused_tokens
+    found["warm"] = answers(warm, asked())
+    counts = {"drafted": speculation.drafted, "accepted": speculation.accepted, "reused": warm.reused_tokens - before}
+    return {**found, **counts, "kind": type(plain).__name__} if engine.is_log_rank else None

@@ -147,6 +147,10 @@ ENDPOINTS = {
     "/detokenize": "text of token ids",
     "/v1/completions": "continuations of texts or of token ids",
     "/v1/chat/completions": "answers to a conversation; 400 for a base model without a chat template",
+    "/v1/responses": "the same in the form of OpenAI's Responses API",
+    "/v1/responses/{name}": "a stored response; `DELETE` forgets it",
+    "/v1/messages": "the same in the form of Anthropic's Messages API",
+    "/v1/messages/count_tokens": "number of tokens of the prompt that it would make",
 }
 
 

@@ -82,6 +82,9 @@ class ServeConfig(ComputeFlags):
     )
     request_timeout: Positive = option(600.0, "seconds after which a request is aborted")
     max_body_kb: Count = option(1024, "maximum size of a request in KB")
+    response_store_mb: Natural = option(
+        64, "MB of memory for responses that later ones continue (`previous_response_id`); 0: none are kept"
+    )
     drain_timeout: Positive = option(30.0, "seconds that open requests may take to finish after the server is stopped")
     tool_call_parser: str = option(
         "auto",

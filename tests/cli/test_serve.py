@@ -199,7 +199,7 @@ def test_no_request_breaks_the_server(server):
         ({"prompt": PROMPT, "max_tokens": 0}, "goes with echo", "max_tokens"),
         ({"prompt": PROMPT, "temperature": "hot"}, "temperature must be a number, got 'hot'", "temperature"),
         ({"prompt": PROMPT, "top_p": 0}, "top_p must be above 0", "top_p"),
-        ({"prompt": PROMPT, "best_of": 3}, "best_of: only the choices", "best_of"),
+        ({"prompt": PROMPT, "best_of": 3, "stream": True}, "best_of does not go with stream", "best_of"),
         ({"prompt": PROMPT, "suffix": "."}, "not trained to fill in the middle", "suffix"),
         ({"prompt": PROMPT, "logit_bias": {"-1": 1}}, "not a token id", "logit_bias"),
         ({"prompt": [10**6]}, "1000000 is not a token id", "prompt"),
@@ -223,7 +223,14 @@ def test_fields_do_what_they_say(server):
     echo = server.complete(prompt=PROMPT, max_tokens=0, echo=True, logprobs=0)["choices"][0]
     assert echo["text"] == PROMPT and echo["logprobs"]["token_logprobs"][0] is None
     assert len(echo["logprobs"]["tokens"]) == len(ids)
+    scored = server.complete(prompt=PROMPT, max_tokens=1, prompt_logprobs=1)["choices"][0]["prompt_logprobs"]
+    told = zip(ids[1:], scored[1:], echo["logprobs"]["token_logprobs"][1:], strict=True)
+    assert scored[0] is None and all(entry[str(token)]["logprob"] == value for token, entry, value in told)
     several = server.complete(prompt=PROMPT, max_tokens=8, seed=4, n=3)
+    best = server.complete(prompt=PROMPT, max_tokens=8, seed=4, best_of=3, logprobs=0)
+    every = server.complete(prompt=PROMPT, max_tokens=8, seed=4, n=3, logprobs=0)["choices"]
+    assert best["usage"]["completion_tokens"] == sum(len(each["logprobs"]["tokens"]) for each in every)
+    assert best["choices"][0]["text"] == max(every, key=lambda c: np.mean(c["logprobs"]["token_logprobs"]))["text"]
     assert len({choice["text"] for choice in several["choices"]}) == 3
     again = server.complete(prompt=PROMPT, max_tokens=8, seed=several["seed"])
     assert again["choices"][0]["text"] == several["choices"][0]["text"]

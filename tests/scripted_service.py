@@ -35,14 +35,16 @@ class Service:
     state, failure, progress, num_waiting = "ready", "", "", 0
     load = SimpleNamespace(running=0, used_slots=0.0, reused_tokens=0)
 
-    def __init__(self, folder: Path, says: str = "", **flags):
+    def __init__(self, folder: Path, says: str = "", file_keys=(), **flags):
         glm4_files(folder)
         (folder / "chat_template.jinja").write_text(TEMPLATE)
         self.tokenizer = with_template(open_tokenizer(folder / "tokenizer.model"), folder)
         form = ChatFormat(REASONING["think"], CALLS["hermes"])
         models = (ServedModel("town", self.tokenizer, (self.tokenizer.eod_id,), form=form),)
         config = ServeConfig(checkpoint=Path("town"), host="m", port=0, **flags)
-        self.job = ServeJob(config, "codegeex", SimpleNamespace(seq_len=4096), SINGLE_DEVICE, models)
+        self.job = ServeJob(
+            config, "codegeex", SimpleNamespace(seq_len=4096), SINGLE_DEVICE, models, file_keys=file_keys
+        )
         self.says, self.wanted, self.app = says, [], build_app(self)
 
     def submit(self, wanted, notify):

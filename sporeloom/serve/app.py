@@ -145,13 +145,20 @@ class Server:
         return handle
 
     def _check_key(self, request: Request) -> None:
-        key = self.job.config.api_key
-        if key is None or request.scope["path"] in OPEN_PATHS:
+        """Note the number of the client's key in `request.state.client`.
+
+        Raises:
+            RequestError: it sends none of the keys.
+        """
+        keys, request.state.client = self.job.api_keys, 0
+        if not keys or request.scope["path"] in OPEN_PATHS:
             return
         given = request.headers.get("authorization") or f"Bearer {request.headers.get('x-api-key', '')}"
-        if not hmac.compare_digest(given.encode("latin-1"), f"Bearer {key}".encode()):
+        same = [hmac.compare_digest(given.encode("latin-1"), f"Bearer {key}".encode()) for key in keys]
+        if not any(same):
             headers = {"WWW-Authenticate": "Bearer"}
             raise RequestError(401, "send the key as `Authorization: Bearer KEY` or `x-api-key: KEY`", headers=headers)
+        request.state.client = same.index(True)
 
     async def broken(self, request: Request, error: Exception) -> Response:
         self._log.log("broken", f"{shown(request.scope['path'])}: {type(error).__name__}: {first_line(error)[:200]}")
@@ -311,7 +318,9 @@ class Server:
         prompts, choices = prepared.prompts, prepared.choices
         if self.service.num_waiting + len(choices) > self.job.max_texts:
             raise too_many("requests wait")
-        texts = RequestStream(self.service, self.metrics, form.model, asked, choices, prepared.rooms)
+        texts = RequestStream(
+            self.service, self.metrics, form.model, asked, choices, prepared.rooms, request.state.client
+        )
         if asked.stream:
             return Events(stream(texts, form, prompts), media_type="text/event-stream", headers=_NO_BUFFER)
         made = asyncio.ensure_future(whole(texts))

@@ -102,7 +102,7 @@ def check_batch(config: BatchConfig, num_processes: int | None, rank: int = 0) -
 
 def read_requests(path: Path) -> list[BatchRequest]:
     """Raises:
-    ConfigError: no requests, or lines that are none.
+    ConfigError: no requests, or wrong lines.
     """
     found, problems, seen = list[BatchRequest](), list[str](), dict[str, int]()
     for number, line in enumerate(decode_text(path).split("\n"), 1):

@@ -49,6 +49,8 @@ class ApiRequest:
     with_usage: bool
     structure: Structure | None = None
     """Form that the answer must have."""
+    priority: int = 0
+    """Waiting requests with lower numbers are served first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,6 +211,7 @@ def _common(
         "stream": stream,
         "with_usage": bool(options.get("include_usage")),
         "structure": structure,
+        "priority": fields.integer("priority", -(2**31), 2**31 - 1, 0),
     }
 
 

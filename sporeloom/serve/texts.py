@@ -37,9 +37,11 @@ class RequestStream:
         asked: ApiRequest,
         choices: list[Choice],
         rooms: list[int],
+        client: int = 0,
     ):
         self.service, self.metrics, self.model, self.asked = service, metrics, model, asked
         self.choices, self.rooms, self.timeout_s = choices, rooms, service.job.config.request_timeout
+        self.client = client
 
     async def events(self) -> AsyncGenerator[tuple[Choice, str], None]:
         """Yield a choice that has events, and its new text, until all have ended.
@@ -103,6 +105,8 @@ class RequestStream:
             score_prompt=score_prompt,
             is_finished=choice.stop.is_reached,
             processors=choice.processors,
+            priority=self.asked.priority,
+            client=self.client,
         )
 
     def _take(self, choice: Choice, event: Event | ServiceFailure, timing: Timing) -> str:

@@ -256,12 +256,15 @@ def test_a_key_is_asked_for_and_long_bodies_are_refused(checkpoint, tmp_path):
         assert server.client.post("/v1/completions", json={"prompt": PROMPT * 1000}, headers=key).status_code == 413
 
 
-def test_mistakes_are_told_before_anything_is_loaded(checkpoint):
+def test_mistakes_are_told_before_anything_is_loaded(checkpoint, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        outcome = in_process("tools/serve.py", checkpoint, "--port", port, "--max-model-len", 4000, "--api-key", "")
+        (tmp_path / "keys").write_text("first\n second\n")
+        words = ("--max-model-len", 4000, "--api-key", "", "--api-key-file", tmp_path / "keys")
+        outcome = in_process("tools/serve.py", checkpoint, "--port", port, *words)
     assert outcome.code == 2
-    for line in (f"--port {port}: cannot listen", "--max-model-len 4000 is more", "--api-key must be"):
+    lines = (f"--port {port}: cannot listen", "--max-model-len 4000 is more", "--api-key must be", "keys: line 2 must")
+    for line in lines:
         assert line in outcome.output
 
 

@@ -25,10 +25,10 @@ class Drawn(Service):
         return len(self.wanted)
 
 
-def post(service, **body):
+def post(service, headers=None, /, **body):
     async def work():
         async with service.http() as http:
-            return await http.post("/v1/completions", json={"max_tokens": 1, **body})
+            return await http.post("/v1/completions", json={"max_tokens": 1, **body}, headers=headers)
 
     return asyncio.run(work())
 
@@ -65,3 +65,16 @@ def test_the_prompts_tokens_are_scored_as_vllm_tells_them(tmp_path):
     ]
     assert post(service, prompt="ab", prompt_logprobs=0, stream=True).json()["error"]["param"] == "prompt_logprobs"
     assert "prompt_logprobs" not in post(service, prompt="ab").json()["choices"][0]
+
+
+def test_priority_and_client_go_with_a_request_and_change_nothing_else(tmp_path):
+    service = Drawn(tmp_path, file_keys=("one", "two"), api_key="zero")
+    told = []
+    for key, priority in (("zero", 0), ("one", -3), ("two", 9)):
+        headers = {"Authorization": f"Bearer {key}"}
+        told.append(post(service, headers, prompt="x", seed=1, priority=priority).json()["choices"])
+    assert [(each.client, each.priority) for each in service.wanted] == [(0, 0), (1, -3), (2, 9)]
+    assert told[0] == told[1] == told[2]
+    assert post(service, {"Authorization": "Bearer three"}, prompt="x").status_code == 401
+    refused = post(service, {"x-api-key": "two"}, prompt="x", priority=0.5)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "priority")

@@ -139,6 +139,8 @@ def decoder_rules() -> str:
 ENDPOINTS = {
     "/": "the chat page",
     "/health": "503 with the state while the model loads and compiles, then 200",
+    "/live": "200 while the process works, also while it loads: for liveness probes",
+    "/ready": "the same as `/health`: for readiness probes",
     "/metrics": "metrics for Prometheus (see [Metrics](metrics.md#of-a-server))",
     "/v1/models": "the checkpoint's model and its adapters",
     "/v1/models/{name}": "one of them",

@@ -45,6 +45,7 @@ from sporeloom.serve.prepare import (
     prepare_chat,
     prepare_completion,
 )
+from sporeloom.serve.request_log import RequestLog
 from sporeloom.serve.requests import ApiRequest, ChatRequest, log_unknown, read_chat, read_completion
 from sporeloom.serve.responses.answer import ResponsesAnswer
 from sporeloom.serve.responses.request import NAMES as RESPONSES_NAMES
@@ -56,7 +57,7 @@ from sporeloom.serve.token_texts import token_text
 from sporeloom.serve.translation import renamed
 from sporeloom.serve.work import Workers, too_many
 
-OPEN_PATHS = ("/", "/health")
+OPEN_PATHS = ("/", "/health", "/live", "/ready")
 """Paths that need no key."""
 PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 PAGE_POLICY = page_policy(PAGE)
@@ -70,6 +71,8 @@ def build_app(service: Service) -> Starlette:
     routes = [
         ("/", server.page, "GET"),
         ("/health", server.health, "GET"),
+        ("/live", server.live, "GET"),
+        ("/ready", server.health, "GET"),
         ("/metrics", server.metrics_text, "GET"),
         ("/v1/models", server.models, "GET"),
         ("/v1/models/{name:path}", server.one_model, "GET"),
@@ -86,13 +89,19 @@ def build_app(service: Service) -> Starlette:
     ]
     config = service.job.config
     hosts, origins = AllowedHosts(config.host, config.allowed_hosts), AllowedOrigins(config.allowed_origins)
+    log = [Middleware(RequestLog, write=_print)] if config.log_format == "json" else []
     app = Starlette(
         routes=[Route(path, server.guarded(handler), methods=[method]) for path, handler, method in routes],
-        middleware=[Middleware(AccessControl, hosts=hosts, origins=origins)],
+        middleware=[*log, Middleware(AccessControl, hosts=hosts, origins=origins)],
         exception_handlers={HTTPException: _not_here, 500: server.broken},
     )
     app.router.redirect_slashes = False  # to where `Host` says
     return app
+
+
+def _print(line: str) -> None:
+    with contextlib.suppress(OSError):  # nobody reads it any more
+        print(line, flush=True)
 
 
 async def _not_here(request: Request, error: Exception) -> Response:
@@ -175,6 +184,11 @@ class Server:
         said = self.service.failure or self.service.progress or self.service.state
         error = {"message": said, "type": "unavailable_error", "param": None, "code": 503}
         return JSONResponse({"status": self.service.state, "error": error}, 503, {"Retry-After": "1"})
+
+    async def live(self, request: Request) -> Response:
+        """Answer whether the process works, also while it loads; if not, it should be started anew."""
+        status = 503 if self.service.state == "failed" else 200
+        return JSONResponse({"status": self.service.state}, status)
 
     async def metrics_text(self, request: Request) -> Response:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -318,7 +332,7 @@ class Server:
         prompts, choices = prepared.prompts, prepared.choices
         if self.service.num_waiting + len(choices) > self.job.max_texts:
             raise too_many("requests wait")
-        texts = RequestStream(
+        request.state.texts = texts = RequestStream(
             self.service, self.metrics, form.model, asked, choices, prepared.rooms, request.state.client
         )
         if asked.stream:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from sporeloom.checkpoint.adapters import Adapter, read_adapter
 from sporeloom.checkpoint.generation_config import with_end_tokens
@@ -88,6 +88,9 @@ class ServeConfig(ComputeFlags):
     )
     request_timeout: Positive = option(600.0, "seconds after which a request is aborted")
     max_body_kb: Count = option(1024, "maximum size of a request in KB")
+    log_format: Literal["text", "json"] = option(
+        "text", "json: log each request as a line of JSON on stdout, with counts and times, without what it says"
+    )
     response_store_mb: Natural = option(
         64, "MB of memory for responses that later ones continue (`previous_response_id`); 0: none are kept"
     )

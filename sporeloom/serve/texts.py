@@ -41,7 +41,7 @@ class RequestStream:
     ):
         self.service, self.metrics, self.model, self.asked = service, metrics, model, asked
         self.choices, self.rooms, self.timeout_s = choices, rooms, service.job.config.request_timeout
-        self.client = client
+        self.client, self.timings = client, {choice.index: Timing() for choice in choices}
 
     async def events(self) -> AsyncGenerator[tuple[Choice, str], None]:
         """Yield a choice that has events, and its new text, until all have ended.
@@ -53,7 +53,7 @@ class RequestStream:
         loop = asyncio.get_running_loop()
         notify = partial(_notify, loop, came)
         tickets: dict[int, int] = {}
-        timings = {choice.index: Timing() for choice in self.choices}
+        timings = self.timings
         # Not asyncio.wait_for: before Python 3.12 it may lose that its caller was cancelled.
         too_late = loop.call_later(self.timeout_s, came.put_nowait, None)
         reason = "abort"

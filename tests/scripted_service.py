@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A server's application over a model that says what the test has written down, one byte a token."""
 
+import contextlib
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
 import openai
+import uvicorn
 from vocabularies import glm4_files
 
 from codegeex.tokenizer import open_tokenizer
@@ -41,7 +45,7 @@ class Service:
         self.tokenizer = with_template(open_tokenizer(folder / "tokenizer.model"), folder)
         form = ChatFormat(REASONING["think"], CALLS["hermes"])
         models = (ServedModel("town", self.tokenizer, (self.tokenizer.eod_id,), form=form),)
-        config = ServeConfig(checkpoint=Path("town"), host="m", port=0, **flags)
+        config = ServeConfig(checkpoint=Path("town"), port=0, allowed_hosts=("m",), **flags)
         self.job = ServeJob(
             config, "codegeex", SimpleNamespace(seq_len=4096), SINGLE_DEVICE, models, file_keys=file_keys
         )
@@ -70,3 +74,21 @@ class Service:
 
     def openai(self) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(base_url="http://m/v1", api_key="none", http_client=self.http(), max_retries=0)
+
+
+@contextlib.contextmanager
+def listening(service):
+    """The address of a server on this machine."""
+    config = uvicorn.Config(service.app, host="127.0.0.1", port=0, log_level="warning", lifespan="off", ws="none")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 30
+    while not server.started:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(10)

@@ -150,7 +150,11 @@ class Service:
         with contextlib.suppress(queue.Empty):
             while True:
                 waiting.append(self._inbox.get_nowait())
-        for each in [*self._open.values(), *self._queue, *(value for kind, value in waiting if kind == "submit")]:
+        for each in [
+            *self._open.values(),
+            *self._queued.values(),
+            *(value for kind, value in waiting if kind == "submit"),
+        ]:
             each.notify(ServiceFailure(reason))
 
     # The loop

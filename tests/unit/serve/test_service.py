@@ -158,6 +158,6 @@ def test_waiting_texts_get_rows_by_priority_and_the_clients_in_turn(stopped):
 
 def test_texts_in_the_queue_are_told_when_the_service_fails(stopped):
     told = []
-    stopped._queue.put(SimpleNamespace(notify=told.append), 0, 0)
+    stopped._queued[0] = SimpleNamespace(notify=told.append)
     stopped.fail("rank 1 is gone")
     assert [each.reason for each in told] == ["rank 1 is gone"]

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from sporeloom.core.errors import ConfigError
-from sporeloom.serve.bench import BenchServeConfig, bench
+from sporeloom.serve.bench import BenchServeConfig, bench, prompts_of
 
 
 @pytest.fixture
@@ -62,3 +62,11 @@ def test_chats_are_asked_in_messages_and_their_pieces_counted(server, tmp_path):
 def test_token_ids_are_no_chat(server):
     with pytest.raises(ConfigError, match="takes texts: give --dataset-name custom"):
         chat(server[0])
+
+
+def test_random_prompts_may_share_a_prefix_and_are_otherwise_the_same():
+    sizes = {"num_prompts": 5, "input_len": 7, "vocab_size": 500, "seed": 3}
+    alone = prompts_of(BenchServeConfig(**sizes))
+    shared = prompts_of(BenchServeConfig(**sizes, random_prefix_len=4))
+    assert [prompt[4:] for prompt in shared] == alone and len({tuple(prompt) for prompt in alone}) == 5
+    assert {len(prompt) for prompt in shared} == {11} and len({tuple(prompt[:4]) for prompt in shared}) == 1

@@ -143,6 +143,8 @@ def decoder_rules() -> str:
 ENDPOINTS = {
     "/": "the chat page",
     "/health": "503 with the state while the model loads and compiles, then 200",
+    "/live": "200 while the process works, also while it loads: for liveness probes",
+    "/ready": "the same as `/health`: for readiness probes",
     "/metrics": "metrics for Prometheus (see [Metrics](metrics.md#of-a-server))",
     "/v1/models": "the checkpoint's model and its adapters",
     "/v1/models/{name}": "one of them",
@@ -151,6 +153,10 @@ ENDPOINTS = {
     "/detokenize": "text of token ids",
     "/v1/completions": "continuations of texts or of token ids",
     "/v1/chat/completions": "answers to a conversation; 400 for a base model without a chat template",
+    "/v1/responses": "the same in the form of OpenAI's Responses API",
+    "/v1/responses/{name}": "a stored response; `DELETE` forgets it",
+    "/v1/messages": "the same in the form of Anthropic's Messages API",
+    "/v1/messages/count_tokens": "number of tokens of the prompt that it would make",
 }
 
 

@@ -21,6 +21,7 @@ GROUPS = {
     "Generate and serve": {
         "generate": "Generate text from prompts",
         "serve": "Serve an OpenAI-compatible API and a chat page, on one device or in parallel",
+        "batch": "Answer a file of requests in OpenAI's batch format, offline",
         "bench-serve": "Measure throughput and latency of a server",
     },
     "Evaluate": {

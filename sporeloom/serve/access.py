@@ -107,7 +107,7 @@ def _add_headers(headers: MutableHeaders, cross_origin: str | None) -> None:
 def _preflight(headers: Headers) -> Response:
     """The request that a browser sends before one with JSON or a key."""
     given = {
-        "Access-Control-Allow-Methods": "GET, POST",
+        "Access-Control-Allow-Methods": "GET, POST, DELETE",
         "Access-Control-Allow-Headers": headers.get("access-control-request-headers", ""),
         "Access-Control-Max-Age": "600",
     }

@@ -4,20 +4,24 @@
 from __future__ import annotations
 
 import codecs
+import math
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from sporeloom.core.json_text import json_text
 from sporeloom.data.tokenizer import Tokenizer
 from sporeloom.inference.sampling import Processor, TokenScore, finite
 from sporeloom.inference.scheduler import NewToken
 from sporeloom.inference.session import Completion, StopConditions
 from sporeloom.serve.config import ServedModel
+from sporeloom.serve.fields import RequestError
 from sporeloom.serve.parsing import Delta, MessageParser, message_of
-from sporeloom.serve.requests import ChatRequest, CompletionRequest
+from sporeloom.serve.requests import ApiRequest, ChatRequest, CompletionRequest
 from sporeloom.serve.token_texts import token_by_id, token_offsets, token_text
 
 
@@ -33,6 +37,8 @@ class Choice:
     """The prompt's text, where it is part of the answer."""
     scores: list[TokenScore | None] = field(default_factory=list)
     """Scores of the tokens of the answer; None: the first token of a prompt."""
+    prompt_scores: list[TokenScore | None] = field(default_factory=list)
+    """Scores of the prompt's tokens, where they are requested."""
     finish_reason: str | None = None
     cached_tokens: int = 0
     """Number of the prompt's tokens that the prefix cache had."""
@@ -60,6 +66,21 @@ class Choice:
     @property
     def text(self) -> str:
         return (self.echo or "") + self.completion.text
+
+    @property
+    def mean_log_probability(self) -> float:
+        """Mean log-probability of the generated tokens; minus infinity where there are none."""
+        made = self.completion.log_probabilities
+        return sum(made) / len(made) if made else -math.inf
+
+    @property
+    def stop_text(self) -> str | None:
+        """The stop sequence that ended the text, if one did."""
+        if self.finish_reason != "stop" or not self.stop.stop_texts:
+            return None
+        whole = self.stop.tokenizer.decode(self.completion.tokens)
+        rest = whole[len(self.completion.text) :]
+        return next((text for text in self.stop.stop_texts if rest.startswith(text)), None)
 
     def token_bytes(self, token: int) -> bytes:
         """Text that a generated token adds; one that ends the text adds nothing."""
@@ -105,6 +126,30 @@ def _by_text(tokenizer: Tokenizer, score: TokenScore, num_top: int) -> dict[str,
     return {texts.get(token, token_by_id(token)): finite(value) for token, value in found.items()}
 
 
+def prompt_logprobs(choice: Choice, num_top: int) -> list[dict[str, Any] | None]:
+    """Log-probabilities of the prompt's tokens, in vLLM's form; None for the first. `rank` counts from 1, and is null
+    beyond the `num_top` most likely tokens."""
+    tokenizer = choice.stop.tokenizer
+    told = list[dict[str, Any] | None]()
+    for score in choice.prompt_scores:
+        if score is None:
+            told.append(None)
+            continue
+        top = score.top[:num_top]
+        ranks = {token: rank for rank, (token, _) in enumerate(top, 1)}
+        told.append(
+            {
+                str(token): {
+                    "logprob": finite(value),
+                    "rank": ranks.get(token),
+                    "decoded_token": token_text(tokenizer, token),
+                }
+                for token, value in ((score.token, score.log_probability), *top)
+            }
+        )
+    return told
+
+
 def chat_logprobs(choice: Choice) -> dict[str, Any]:
     """Log-probabilities of the tokens that were not sent yet, in the form of /v1/chat/completions."""
 
@@ -145,18 +190,71 @@ def head(kind: str, prefix: str, model: str, seed: int) -> dict[str, Any]:
     }
 
 
-class CompletionAnswer:
+class Answer(ABC):
+    """Formats the answers to one request in the shapes of an API: complete, or as the events of a stream."""
+
+    def __init__(self, model: ServedModel, asked: ApiRequest):
+        self.model, self.asked = model, asked
+
+    @abstractmethod
+    def whole(self, prompts: list[tuple[int, ...]], choices: list[Choice]) -> dict[str, Any]:
+        """The complete answer."""
+
+    @abstractmethod
+    def opening(self, prompts: list[tuple[int, ...]], choices: list[Choice]) -> Iterable[dict[str, Any]]:
+        """Events before the first token."""
+
+    @abstractmethod
+    def parts(self, choice: Choice, text: str) -> Iterable[dict[str, Any]]:
+        """Events of new text; with its `finish_reason` a choice has ended."""
+
+    @abstractmethod
+    def closing(self, prompts: list[tuple[int, ...]], choices: list[Choice]) -> Iterable[dict[str, Any]]:
+        """Events after the last token."""
+
+    def failure(self, error: RequestError) -> Iterable[dict[str, Any]]:
+        """Events that end a stream early."""
+        return [error.body]
+
+    def event(self, value: dict[str, Any]) -> str:
+        """An event as it is sent."""
+        return f"data: {json_text(value, ensure_ascii=False)}\n\n"
+
+    end = "data: [DONE]\n\n"
+    """Line that follows the last event."""
+
+
+class OpenAIAnswer(Answer):
+    """Base of both completions: their streams end alike."""
+
+    head: dict[str, Any]
+
+    def closing(self, prompts: list[tuple[int, ...]], choices: list[Choice]) -> list[dict[str, Any]]:
+        return [{**self.head, "choices": [], "usage": usage(prompts, choices)}] if self.asked.with_usage else []
+
+
+class CompletionAnswer(OpenAIAnswer):
     """Formats answers of /v1/completions."""
 
+    asked: CompletionRequest
+
     def __init__(self, model: ServedModel, asked: CompletionRequest):
-        self.model, self.asked = model, asked
+        super().__init__(model, asked)
         self.head = head("text_completion", "cmpl", model.name, asked.seed)
 
     def whole(self, prompts: list[tuple[int, ...]], choices: list[Choice]) -> dict[str, Any]:
-        told = [self._choice(choice, choice.text) for choice in choices]
+        told = [{**self._choice(c, c.text), "index": index} for index, c in enumerate(self._best(choices))]
         return {**self.head, "choices": told, "usage": usage(prompts, choices)}
 
-    def opening(self, choices: list[Choice]) -> list[dict[str, Any]]:
+    def _best(self, choices: list[Choice]) -> Iterator[Choice]:
+        """The `num_kept` choices of each prompt that the model finds most likely, a token; all, in their order."""
+        of_each, kept = self.asked.num_choices, self.asked.num_kept
+        for start in range(0, len(choices), of_each):
+            found = choices[start : start + of_each]
+            ranked = sorted(found, key=lambda choice: -choice.mean_log_probability)
+            yield from found if kept is None else ranked[:kept]
+
+    def opening(self, prompts: list[tuple[int, ...]], choices: list[Choice]) -> list[dict[str, Any]]:
         return []
 
     def parts(self, choice: Choice, text: str) -> list[dict[str, Any]]:
@@ -166,28 +264,31 @@ class CompletionAnswer:
         logprobs = None
         if self.asked.num_top is not None:
             logprobs = completion_logprobs(choice, self.asked.num_top)
-        return {
+        told = {
             "index": choice.index,
             "text": text,
             "logprobs": logprobs,
             "finish_reason": choice.finish_reason,
             "stop_reason": None,
         }
+        if self.asked.prompt_top is not None:
+            told["prompt_logprobs"] = prompt_logprobs(choice, self.asked.prompt_top)
+        return told
 
 
-class ChatAnswer:
+class ChatAnswer(OpenAIAnswer):
     """Formats answers of /v1/chat/completions."""
 
     def __init__(self, model: ServedModel, asked: ChatRequest):
-        self.model, self.asked = model, asked
+        super().__init__(model, asked)
         kind = "chat.completion.chunk" if asked.stream else "chat.completion"
         self.head = head(kind, "chatcmpl", model.name, asked.seed)
 
     def whole(self, prompts: list[tuple[int, ...]], choices: list[Choice]) -> dict[str, Any]:
-        told = [self._choice(c, "message", message_of(_deltas(c, c.text))) for c in choices]
+        told = [self._choice(c, "message", message_of(deltas_of(c, c.text))) for c in choices]
         return {**self.head, "choices": told, "usage": usage(prompts, choices)}
 
-    def opening(self, choices: list[Choice]) -> list[dict[str, Any]]:
+    def opening(self, prompts: list[tuple[int, ...]], choices: list[Choice]) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
         return [
             {**self.head, "choices": [{"index": c.index, "delta": delta, "logprobs": None, "finish_reason": None}]}
@@ -196,7 +297,7 @@ class ChatAnswer:
 
     def parts(self, choice: Choice, text: str) -> list[dict[str, Any]]:
         """Chunks of a stream: a delta each. The first has the log-probabilities, the last the reason of the end."""
-        deltas = _deltas(choice, text)
+        deltas = deltas_of(choice, text)
         ends = [False] * (len(deltas) - 1) + [True]
         return [
             {**self.head, "choices": [self._choice(choice, "delta", delta, is_last)]}
@@ -211,7 +312,7 @@ class ChatAnswer:
         return {"index": choice.index, name: value, "logprobs": logprobs, "finish_reason": reason}
 
 
-def _deltas(choice: Choice, text: str) -> list[Delta]:
+def deltas_of(choice: Choice, text: str) -> list[Delta]:
     """Parts of a message that its new text completes, at least one; all that is left where the text has ended."""
     if choice.parser is None:
         return [{"content": text}]

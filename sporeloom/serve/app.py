@@ -7,12 +7,13 @@ import asyncio
 import contextlib
 import hmac
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
@@ -25,22 +26,38 @@ from sporeloom.core.log import LogBudget
 from sporeloom.data.tokenizer import Tokenizer
 from sporeloom.inference.config import language_tags
 from sporeloom.serve.access import AccessControl, is_json_type, page_policy
-from sporeloom.serve.answers import ChatAnswer, CompletionAnswer
+from sporeloom.serve.answers import Answer, ChatAnswer, CompletionAnswer
+from sporeloom.serve.anthropic.answer import MessagesAnswer, error_body
+from sporeloom.serve.anthropic.request import NAMES as MESSAGES_NAMES
+from sporeloom.serve.anthropic.request import PATH as MESSAGES_PATH
+from sporeloom.serve.anthropic.request import read_message_request
+from sporeloom.serve.bodies import Bodies
 from sporeloom.serve.config import ServedModel, ServeJob
-from sporeloom.serve.fields import Fields, RequestError, read_json, shown, token_ids
+from sporeloom.serve.fields import Fields, RequestError, shown, token_ids
 from sporeloom.serve.hosts import AllowedHosts, AllowedOrigins
 from sporeloom.serve.messages import read_messages, read_tools, read_variables
 from sporeloom.serve.metrics import Metrics
-from sporeloom.serve.prepare import PreparedRequest, chat_tokens, check_chats, prepare_chat, prepare_completion
-from sporeloom.serve.requests import BODY_TIMEOUT_S, ApiRequest, log_unknown, read_chat, read_completion
+from sporeloom.serve.prepare import (
+    PreparedRequest,
+    chat_request_tokens,
+    chat_tokens,
+    check_chats,
+    prepare_chat,
+    prepare_completion,
+)
+from sporeloom.serve.request_log import RequestLog
+from sporeloom.serve.requests import ApiRequest, ChatRequest, log_unknown, read_chat, read_completion
+from sporeloom.serve.responses.answer import ResponsesAnswer
+from sporeloom.serve.responses.request import NAMES as RESPONSES_NAMES
+from sporeloom.serve.responses.request import read_response_request
+from sporeloom.serve.responses.store import ResponseStore
 from sporeloom.serve.service import Service
 from sporeloom.serve.texts import Events, RequestStream, stream, whole
 from sporeloom.serve.token_texts import token_text
+from sporeloom.serve.translation import renamed
 from sporeloom.serve.work import Workers, too_many
 
-MAX_BODIES = 64
-"""Number of the longest bodies that may be in memory at once; of shorter ones more."""
-OPEN_PATHS = ("/", "/health")
+OPEN_PATHS = ("/", "/health", "/live", "/ready")
 """Paths that need no key."""
 PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 PAGE_POLICY = page_policy(PAGE)
@@ -54,6 +71,8 @@ def build_app(service: Service) -> Starlette:
     routes = [
         ("/", server.page, "GET"),
         ("/health", server.health, "GET"),
+        ("/live", server.live, "GET"),
+        ("/ready", server.health, "GET"),
         ("/metrics", server.metrics_text, "GET"),
         ("/v1/models", server.models, "GET"),
         ("/v1/models/{name:path}", server.one_model, "GET"),
@@ -62,16 +81,27 @@ def build_app(service: Service) -> Starlette:
         ("/detokenize", server.detokenize, "POST"),
         ("/v1/completions", server.completions, "POST"),
         ("/v1/chat/completions", server.chat, "POST"),
+        ("/v1/responses", server.responses, "POST"),
+        ("/v1/responses/{name}", server.one_response, "GET"),
+        ("/v1/responses/{name}", server.delete_response, "DELETE"),
+        ("/v1/messages", server.messages, "POST"),
+        ("/v1/messages/count_tokens", server.count_tokens, "POST"),
     ]
     config = service.job.config
     hosts, origins = AllowedHosts(config.host, config.allowed_hosts), AllowedOrigins(config.allowed_origins)
+    log = [Middleware(RequestLog, write=_print)] if config.log_format == "json" else []
     app = Starlette(
         routes=[Route(path, server.guarded(handler), methods=[method]) for path, handler, method in routes],
-        middleware=[Middleware(AccessControl, hosts=hosts, origins=origins)],
+        middleware=[*log, Middleware(AccessControl, hosts=hosts, origins=origins)],
         exception_handlers={HTTPException: _not_here, 500: server.broken},
     )
     app.router.redirect_slashes = False  # to where `Host` says
     return app
+
+
+def _print(line: str) -> None:
+    with contextlib.suppress(OSError):  # nobody reads it any more
+        print(line, flush=True)
 
 
 async def _not_here(request: Request, error: Exception) -> Response:
@@ -79,11 +109,13 @@ async def _not_here(request: Request, error: Exception) -> Response:
     path = shown(request.scope["path"])
     known = {404: f"there is no {path}", 405: f"{path} does not support {request.method}"}
     told = RequestError(error.status_code, known.get(error.status_code, str(error.detail)), headers=error.headers)
-    return _error(told)
+    return _error(request, told)
 
 
-def _error(error: RequestError) -> Response:
-    return JSONResponse(error.body, error.status, error.headers)
+def _error(request: Request, error: RequestError) -> Response:
+    """An error in the form of the API that was asked."""
+    is_anthropic = request.scope["path"].startswith(MESSAGES_PATH)
+    return JSONResponse(error_body(error) if is_anthropic else error.body, error.status, error.headers)
 
 
 class Server:
@@ -94,8 +126,9 @@ class Server:
         self.job: ServeJob = service.job
         self.metrics = Metrics(service, self.job.name)
         self.started = int(time.time())
+        self.store = ResponseStore(self.job.config.response_store_mb * 2**20)
         self._unknown: set[str] = set()
-        self._body_bytes = 0
+        self.bodies = Bodies(self.job.config.max_body_kb)
         self._log = LogBudget()
         self._tokenizing = Workers(2, self.job.max_texts)
         self._rendering = Workers(1, self.job.max_texts)  # there is one process for it
@@ -110,28 +143,35 @@ class Server:
                     raise RequestError(415, "send JSON, and say so: `Content-Type: application/json`")
                 return await handler(request)
             except RequestError as error:
-                return _error(error)
+                return _error(request, error)
             except ConfigError as error:
-                return _error(RequestError(400, error.problems[0]))
+                return _error(request, RequestError(400, error.problems[0]))
             except ClientDisconnect:
                 return Response(status_code=499)
             finally:
-                self._body_bytes -= getattr(request.state, "body_bytes", 0)
+                self.bodies.release(request)
 
         return handle
 
     def _check_key(self, request: Request) -> None:
-        key = self.job.config.api_key
-        if key is None or request.scope["path"] in OPEN_PATHS:
+        """Note the number of the client's key in `request.state.client`.
+
+        Raises:
+            RequestError: it sends none of the keys.
+        """
+        keys, request.state.client = self.job.api_keys, 0
+        if not keys or request.scope["path"] in OPEN_PATHS:
             return
-        given = request.headers.get("authorization", "").encode("latin-1")
-        if not hmac.compare_digest(given, f"Bearer {key}".encode()):
+        given = request.headers.get("authorization") or f"Bearer {request.headers.get('x-api-key', '')}"
+        same = [hmac.compare_digest(given.encode("latin-1"), f"Bearer {key}".encode()) for key in keys]
+        if not any(same):
             headers = {"WWW-Authenticate": "Bearer"}
-            raise RequestError(401, "send the key as `Authorization: Bearer KEY`", headers=headers)
+            raise RequestError(401, "send the key as `Authorization: Bearer KEY` or `x-api-key: KEY`", headers=headers)
+        request.state.client = same.index(True)
 
     async def broken(self, request: Request, error: Exception) -> Response:
         self._log.log("broken", f"{shown(request.scope['path'])}: {type(error).__name__}: {first_line(error)[:200]}")
-        return _error(RequestError(500, "internal error of the server; its log has the details"))
+        return _error(request, RequestError(500, "internal error of the server; its log has the details"))
 
     # What there is
 
@@ -144,6 +184,11 @@ class Server:
         said = self.service.failure or self.service.progress or self.service.state
         error = {"message": said, "type": "unavailable_error", "param": None, "code": 503}
         return JSONResponse({"status": self.service.state, "error": error}, 503, {"Retry-After": "1"})
+
+    async def live(self, request: Request) -> Response:
+        """Answer whether the process works, also while it loads; if not, it should be started anew."""
+        status = 503 if self.service.state == "failed" else 200
+        return JSONResponse({"status": self.service.state}, status)
 
     async def metrics_text(self, request: Request) -> Response:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -177,7 +222,7 @@ class Server:
         return JSONResponse({"tokenizer_class": type(tokenizer).__name__, "eos_token": eos, "bos_token": None})
 
     async def tokenize(self, request: Request) -> Response:
-        fields = await self._fields(request)
+        fields = await self.bodies.read(request)
         model = self._model(fields)
         workers = self._rendering if fields.values.get("messages") is not None else self._tokenizing
         return await workers.run(self._tokenized, fields, model)
@@ -195,13 +240,13 @@ class Server:
         return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": self.job.max_model_len})
 
     async def detokenize(self, request: Request) -> Response:
-        fields = await self._fields(request)
+        fields = await self.bodies.read(request)
         return await self._tokenizing.run(_detokenized, fields, self._model(fields).tokenizer)
 
     # Texts
 
     async def completions(self, request: Request) -> Response:
-        fields = await self._fields(request)
+        fields = await self.bodies.read(request)
         model = self._model(fields)
         asked = await self._tokenizing.run(read_completion, fields, model.tokenizer.vocab_size)
         self._check_state(fields, request)
@@ -209,52 +254,54 @@ class Server:
         return await self._answer(request, asked, prepared, CompletionAnswer(model, asked))
 
     async def chat(self, request: Request) -> Response:
-        fields = await self._fields(request)
-        model = self._model(fields)
-        check_chats(model)
-        asked = await self._tokenizing.run(read_chat, fields, model.tokenizer.vocab_size)
+        return await self._converse(request, _read_chat, ChatAnswer)
+
+    async def responses(self, request: Request) -> Response:
+        read = partial(read_response_request, store=self.store)
+        return await self._converse(request, read, partial(ResponsesAnswer, store=self.store), RESPONSES_NAMES)
+
+    async def messages(self, request: Request) -> Response:
+        return await self._converse(request, read_message_request, MessagesAnswer, MESSAGES_NAMES)
+
+    async def _converse(
+        self,
+        request: Request,
+        read: Callable[[Fields, ServedModel], Any],
+        answer: Callable[[ServedModel, Any], Answer],
+        names: Mapping[str, str] = MappingProxyType({}),
+    ) -> Response:
+        """Answer a conversation in the shapes of one API. `names`: its names of the fields, for errors."""
+        asked, model, fields = await self._conversation(request, read, names)
         self._check_state(fields, request)
-        prepared = await self._rendering.run(prepare_chat, self.job, model, asked)
-        return await self._answer(request, asked, prepared, ChatAnswer(model, asked))
+        with renamed(names):
+            prepared = await self._rendering.run(prepare_chat, self.job, model, asked)
+        return await self._answer(request, asked, prepared, answer(model, asked))
 
-    async def _fields(self, request: Request) -> Fields:
-        """Read the body, up to the size limit.
+    async def _conversation(
+        self, request: Request, read: Callable[[Fields, ServedModel], Any], names: Mapping[str, str]
+    ) -> tuple[Any, ServedModel, Fields]:
+        fields = await self.bodies.read(request)
+        model = self._model(fields)
+        with renamed(names):
+            check_chats(model)
+        return await self._tokenizing.run(read, fields, model), model, fields
 
-        Raises:
-            RequestError: it is too long, too slow, or no JSON object.
-        """
-        limit = self.job.config.max_body_kb * 1024
-        too_long = RequestError(413, f"the request is longer than {self.job.config.max_body_kb} KB", headers=_LAST)
-        length = request.headers.get("content-length", "0")
-        if length.isdigit() and int(length) > limit:
-            raise too_long
+    async def count_tokens(self, request: Request) -> Response:
+        read = partial(read_message_request, with_answer=False)
+        asked, model, _ = await self._conversation(request, read, MESSAGES_NAMES)
+        with renamed(MESSAGES_NAMES):
+            prompt = await self._rendering.run(chat_request_tokens, model, asked)
+        return JSONResponse({"input_tokens": len(prompt.tokens)})
 
-        async def read() -> bytes:
-            body = bytearray()
-            async for part in request.stream():
-                body += part
-                self._hold(request, len(part))
-                if len(body) > limit:
-                    raise too_long
-            return bytes(body)
+    async def one_response(self, request: Request) -> Response:
+        if request.query_params:
+            raise RequestError(400, "a stored response is returned complete: send no parameters")
+        return JSONResponse(self.store.get(request.path_params["name"]).body)
 
-        try:
-            return await run_in_threadpool(read_json, await asyncio.wait_for(read(), BODY_TIMEOUT_S))
-        except asyncio.TimeoutError:
-            raise RequestError(
-                408, f"the request did not arrive within {BODY_TIMEOUT_S:.0f} s", headers=_LAST
-            ) from None
-
-    def _hold(self, request: Request, count: int) -> None:
-        """Count bytes of a body, until its request has been answered.
-
-        Raises:
-            RequestError: those of all requests are too many.
-        """
-        if self._body_bytes + count > MAX_BODIES * self.job.config.max_body_kb * 1024:
-            raise RequestError(503, "too many long requests; try again later", headers={"Retry-After": "1", **_LAST})
-        self._body_bytes += count
-        request.state.body_bytes = getattr(request.state, "body_bytes", 0) + count
+    async def delete_response(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        self.store.delete(name)
+        return JSONResponse({"id": name, "object": "response", "deleted": True})
 
     def _model(self, fields: Fields) -> ServedModel:
         """Find the model of the request; the checkpoint's where it names none.
@@ -281,13 +328,13 @@ class Server:
             said = self.service.failure or self.service.progress or "the server is stopping"
             raise RequestError(503, said, headers={"Retry-After": "1"})
 
-    async def _answer(
-        self, request: Request, asked: ApiRequest, prepared: PreparedRequest, form: CompletionAnswer | ChatAnswer
-    ) -> Response:
+    async def _answer(self, request: Request, asked: ApiRequest, prepared: PreparedRequest, form: Answer) -> Response:
         prompts, choices = prepared.prompts, prepared.choices
         if self.service.num_waiting + len(choices) > self.job.max_texts:
             raise too_many("requests wait")
-        texts = RequestStream(self.service, self.metrics, form.model, asked, choices, prepared.rooms)
+        request.state.texts = texts = RequestStream(
+            self.service, self.metrics, form.model, asked, choices, prepared.rooms, request.state.client
+        )
         if asked.stream:
             return Events(stream(texts, form, prompts), media_type="text/event-stream", headers=_NO_BUFFER)
         made = asyncio.ensure_future(whole(texts))
@@ -305,6 +352,10 @@ class Server:
         return await self._tokenizing.run(lambda: JSONResponse(form.whole(prompts, choices)))
 
 
+def _read_chat(fields: Fields, model: ServedModel) -> ChatRequest:
+    return read_chat(fields, model.tokenizer.vocab_size)
+
+
 def _detokenized(fields: Fields, tokenizer: Tokenizer) -> Response:
     given = fields.take("tokens", list)
     if given is None:
@@ -312,8 +363,6 @@ def _detokenized(fields: Fields, tokenizer: Tokenizer) -> Response:
     return JSONResponse({"prompt": tokenizer.decode(list(token_ids(given, "tokens", tokenizer.vocab_size)))})
 
 
-_LAST = {"Connection": "close"}
-"""Close answers that are not read to their end."""
 _NO_BUFFER = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 

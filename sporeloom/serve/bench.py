@@ -54,6 +54,9 @@ class BenchServeConfig(Overwrite):
     )
     dataset_path: Path | None = option(None, ".jsonl file with a `prompt` field (default: none)")
     input_len: Count = option(64, "number of tokens in a random prompt")
+    random_prefix_len: Natural = option(
+        0, "number of tokens that all random prompts begin with, before --input-len others: a prefix cache has them"
+    )
     output_len: Count = option(64, "number of tokens to generate")
     vocab_size: Count = option(256, "exclusive upper bound of random token ids")
     num_prompts: Count = option(64, "number of measured requests")
@@ -134,7 +137,9 @@ def prompts_of(config: BenchServeConfig) -> list[Any]:
         return [found[i % len(found)] for i in range(config.num_prompts)]
     draw = np.random.default_rng(config.seed)
     low = min(10, config.vocab_size - 1)
-    return draw.integers(low, config.vocab_size, (config.num_prompts, config.input_len)).tolist()
+    own = draw.integers(low, config.vocab_size, (config.num_prompts, config.input_len)).tolist()
+    shared = draw.integers(low, config.vocab_size, config.random_prefix_len).tolist()
+    return [shared + prompt for prompt in own]
 
 
 async def bench(config: BenchServeConfig) -> dict[str, Any]:

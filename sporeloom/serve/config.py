@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from sporeloom.checkpoint.adapters import Adapter, read_adapter
 from sporeloom.checkpoint.generation_config import with_end_tokens
 from sporeloom.core.command_line import argument, option
 from sporeloom.core.errors import ConfigError, Problems
 from sporeloom.core.numbers import Count, Natural, NotNegative, Positive, number_problems
+from sporeloom.data.documents import decode_text
 from sporeloom.data.tokenizer import Tokenizer, folder_tokenizer
 from sporeloom.inference.config import ComputeFlags
 from sporeloom.inference.speculation import SpeculationFlags, speculation_problems
@@ -52,6 +53,11 @@ class ServeConfig(ComputeFlags, SpeculationFlags):
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all addresses of this machine, best with --api-key")
     port: Natural = option(8000, "port to listen on; 0: any free port, which is printed")
     api_key: str | None = option(None, "key that clients must send as `Authorization: Bearer KEY` (default: none)")
+    api_key_file: Path | None = option(
+        None,
+        "file with a key a line, each for another client, besides --api-key; clients whose requests wait take "
+        "turns (default: none)",
+    )
     allowed_hosts: tuple[str, ...] = option(
         (),
         "host names that clients may use besides localhost and --host (with 0.0.0.0: any address of this "
@@ -88,6 +94,12 @@ class ServeConfig(ComputeFlags, SpeculationFlags):
     )
     request_timeout: Positive = option(600.0, "seconds after which a request is aborted")
     max_body_kb: Count = option(1024, "maximum size of a request in KB")
+    log_format: Literal["text", "json"] = option(
+        "text", "json: log each request as a line of JSON on stdout, with counts and times, without what it says"
+    )
+    response_store_mb: Natural = option(
+        64, "MB of memory for responses that later ones continue (`previous_response_id`); 0: none are kept"
+    )
     drain_timeout: Positive = option(30.0, "seconds that open requests may take to finish after the server is stopped")
     tool_call_parser: str = option(
         "auto",
@@ -129,11 +141,19 @@ class ServeJob:
     models: tuple[ServedModel, ...]
     """The checkpoint's model, then one for each of `adapters`, in this order."""
     adapters: tuple[Adapter, ...] = ()
+    file_keys: tuple[str, ...] = ()
+    """Keys of --api-key-file."""
 
     @property
     def name(self) -> str:
         """Name of the checkpoint's model for clients."""
         return self.models[0].name
+
+    @property
+    def api_keys(self) -> tuple[str, ...]:
+        """Keys of the clients, each once; none: everyone is served."""
+        own = () if self.config.api_key is None else (self.config.api_key,)
+        return tuple(dict.fromkeys((*own, *self.file_keys)))
 
     @property
     def num_rows(self) -> int:
@@ -187,8 +207,7 @@ def check(config: ServeConfig, num_processes: int | None, rank: int = 0) -> Serv
             )
     problems.of(AllowedHosts, config.host, config.allowed_hosts)
     problems.of(AllowedOrigins, config.allowed_origins)
-    if config.api_key is not None and not (config.api_key.isascii() and config.api_key.strip() == config.api_key != ""):
-        problems.append("--api-key must be of ASCII characters, without spaces around it")
+    keys = problems.of(_read_keys, config)
     # Of several processes one listens: the others may be on other machines, and find its port taken on this one.
     if num_processes is None or (strategy and rank == strategy.mesh.first_rank_of_last_stage):
         problems.of(_can_listen, config)
@@ -198,7 +217,25 @@ def check(config: ServeConfig, num_processes: int | None, rank: int = 0) -> Serv
     assert family and model and strategy and models
     formats = config.tool_call_parser, config.reasoning_parser
     models = [replace(each, form=chat_format(each.tokenizer, *formats)) for each in models]
-    return ServeJob(config, family, model, strategy, tuple(models), tuple(adapters))
+    return ServeJob(config, family, model, strategy, tuple(models), tuple(adapters), keys or ())
+
+
+def _read_keys(config: ServeConfig) -> tuple[str, ...]:
+    """Read --api-key-file, and check all keys.
+
+    Raises:
+        ConfigError: one that no header can hold, or a file without any.
+    """
+    found = [("--api-key", config.api_key)] if config.api_key is not None else []
+    if path := config.api_key_file:
+        lines = [line for line in decode_text(path).splitlines() if line.strip()]
+        if not lines:
+            raise ConfigError(f"--api-key-file {path}: contains no key")
+        found += [(f"--api-key-file {path}: line {number}", line) for number, line in enumerate(lines, 1)]
+    wrong = [place for place, key in found if not (key.isascii() and key.isprintable() and key.strip() == key != "")]
+    if wrong:
+        raise ConfigError([f"{place} must be of ASCII characters, without spaces around it" for place in wrong])
+    return tuple(key for place, key in found if place != "--api-key")
 
 
 def _name(config: ServeConfig) -> str:

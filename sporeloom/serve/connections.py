@@ -24,8 +24,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from sporeloom.core.json_text import json_text
 from sporeloom.core.log import LogBudget
+from sporeloom.serve.bodies import BODY_TIMEOUT_S
 from sporeloom.serve.fields import RequestError
-from sporeloom.serve.requests import BODY_TIMEOUT_S
 
 HEAD_TIMEOUT_S = 10.0
 """Seconds from the first byte of a request, or from the connection, to the end of its headers."""

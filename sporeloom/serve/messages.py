@@ -52,7 +52,7 @@ def read_messages(fields: Fields) -> tuple[ChatMessage, ...]:
     given = fields.take("messages", list)
     if not given:
         raise RequestError(400, "messages is missing or empty", "messages")
-    return tuple(_message(value, f"messages[{i}]") for i, value in enumerate(given))
+    return tuple(read_message(value, f"messages[{i}]") for i, value in enumerate(given))
 
 
 def read_variables(fields: Fields) -> dict[str, Any]:
@@ -122,21 +122,27 @@ def _check_tool(tool: Any, place: str) -> None:
         raise RequestError(400, f"{place}.function.strict must be true or false", "tools")
 
 
-def _message(value: Any, place: str) -> ChatMessage:
+def read_message(value: Any, place: str) -> ChatMessage:
+    """Read a message that stands at `place` of a request.
+
+    Raises:
+        RequestError: it cannot be used.
+    """
+    param = place.partition("[")[0]
     if not isinstance(value, dict):
-        raise RequestError(400, f"{place} must be an object, got {shown(value)}", "messages")
+        raise RequestError(400, f"{place} must be an object, got {shown(value)}", param)
     role, content = value.get("role"), value.get("content")
     if role == "developer":
         role = "system"
     if role not in ROLES:
-        raise RequestError(400, f"{place}.role must be one of {', '.join(ROLES)}, got {shown(role)}", "messages")
+        raise RequestError(400, f"{place}.role must be one of {', '.join(ROLES)}, got {shown(role)}", param)
     more = _more(value, role, place)
     if isinstance(content, list):
         parts = [
             part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
         ]
         if any(not isinstance(part, str) for part in parts):
-            raise RequestError(400, f"{place}.content: only text is supported", "messages")
+            raise RequestError(400, f"{place}.content: only text is supported", param)
         content = "".join(map(str, parts))
     if content is None and "tool_calls" in more:
         content = ""
@@ -146,6 +152,7 @@ def _message(value: Any, place: str) -> ChatMessage:
 def _more(value: dict[str, Any], role: str, place: str) -> dict[str, Any]:
     """Fields of a message besides role and content, as chat templates read them."""
     more: dict[str, Any] = {}
+    param = place.partition("[")[0]
     if role == "tool":
         for key in ("tool_call_id", "name"):
             if value.get(key) is not None:
@@ -155,7 +162,7 @@ def _more(value: dict[str, Any], role: str, place: str) -> dict[str, Any]:
             more["reasoning_content"] = text_of(value["reasoning_content"], f"{place}.reasoning_content")
         calls = value.get("tool_calls")
         if calls is not None and not isinstance(calls, list):
-            raise RequestError(400, f"{place}.tool_calls must be a list, got {shown(calls)}", "messages")
+            raise RequestError(400, f"{place}.tool_calls must be a list, got {shown(calls)}", param)
         if calls:
             more["tool_calls"] = [_call(call, f"{place}.tool_calls[{i}]") for i, call in enumerate(calls)]
     return more
@@ -163,9 +170,9 @@ def _more(value: dict[str, Any], role: str, place: str) -> dict[str, Any]:
 
 def _call(value: Any, place: str) -> dict[str, Any]:
     """A call of a message; its arguments, a JSON text, become the object that chat templates expect."""
-    function = value.get("function") if isinstance(value, dict) else None
+    function, param = value.get("function") if isinstance(value, dict) else None, place.partition("[")[0]
     if not isinstance(function, dict):
-        raise RequestError(400, f"{place} must be an object with `function`, got {shown(value)}", "messages")
+        raise RequestError(400, f"{place} must be an object with `function`, got {shown(value)}", param)
     name, text = text_of(function.get("name"), f"{place}.function.name"), function.get("arguments")
     try:
         arguments = json.loads(text_of("{}" if text in (None, "") else text, f"{place}.function.arguments"))
@@ -173,7 +180,7 @@ def _call(value: Any, place: str) -> dict[str, Any]:
         arguments = None
     if not isinstance(arguments, dict):
         raise RequestError(
-            400, f"{place}.function.arguments must be the JSON text of an object, got {shown(text)}", "messages"
+            400, f"{place}.function.arguments must be the JSON text of an object, got {shown(text)}", param
         )
     called = {"type": "function", "function": {"name": name, "arguments": arguments}}
     identity = value.get("id")

@@ -41,6 +41,7 @@ class MessageParser:
         max_calls: int | None = None,
     ):
         self.form, self.new_id, self.is_certain, self.max_calls = form, new_id, is_certain, max_calls
+        self.began_in_reasoning = in_reasoning
         self.num_calls = 0
         """Number of complete calls so far."""
         self._text = ""  # not parsed yet

@@ -24,8 +24,6 @@ MAX_DRAWN_SEED = 2**53
 """Random seeds stay below: JavaScript numbers, in which the page and many clients read answers, are exact up to
 it."""
 MAX_STOP_LENGTH, MAX_STOP_IDS = 1024, 1024
-BODY_TIMEOUT_S = 30.0
-"""Seconds for a body to arrive."""
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 
@@ -44,6 +42,8 @@ class ApiRequest:
     ignore_eos: bool
     num_top: int | None
     """Number of most likely tokens to report with each; None: no log-probabilities."""
+    prompt_top: int | None = None
+    """The same for the tokens of the prompt."""
     logit_bias: dict[int, float]
     stream: bool
     with_usage: bool
@@ -51,6 +51,8 @@ class ApiRequest:
     """Form that the answer must have."""
     cache_salt: str = ""
     """Only requests with the same one share the prefix cache."""
+    priority: int = 0
+    """Waiting requests with lower numbers are served first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +63,8 @@ class CompletionRequest(ApiRequest):
     """Texts or token ids."""
     suffix: str | None
     echo: bool
+    num_kept: int | None = None
+    """Number of choices to return, of `num_choices` that are generated: the most likely ones. None: all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,20 +88,38 @@ def read_completion(fields: Fields, vocab_size: int) -> CompletionRequest:
     if prompt is None:
         raise RequestError(400, "prompt is missing", "prompt")
     suffix, echo = fields.take("suffix", str), fields.take("echo", bool, False)
-    fields.refuse("best_of", "only the choices requested with n are generated", 1, fields.values.get("n"))
-    fields.refuse("prompt_logprobs", "log-probabilities of the prompt need echo and logprobs")
+    prompt_top = fields.integer("prompt_logprobs", 0, MAX_TOP, None)
     num_top = fields.integer("logprobs", 0, MAX_TOP, None)
     most = fields.integer("max_tokens", 0, 2**31 - 1, DEFAULT_MAX_TOKENS)
-    if most == 0 and not echo:
-        raise RequestError(400, "max_tokens must be at least 1; 0 goes with echo", "max_tokens")
+    if most == 0 and not echo and prompt_top is None:
+        raise RequestError(
+            400, "max_tokens must be at least 1; 0 goes with echo and with prompt_logprobs", "max_tokens"
+        )
     if suffix is not None and echo:
         raise RequestError(400, "echo does not go with suffix", "echo")
+    common = _common(fields, vocab_size, num_top, most, default_temperature=1.0)
+    if prompt_top is not None and common["stream"]:
+        raise RequestError(400, "prompt_logprobs does not go with stream; echo with logprobs does", "prompt_logprobs")
+    kept = common["num_choices"]
+    common["num_choices"] = _best_of(fields, kept, common["stream"])
     return CompletionRequest(
         prompts=tuple(_prompts(prompt, vocab_size)),
         suffix=suffix,
         echo=echo,
-        **_common(fields, vocab_size, num_top, most, default_temperature=1.0),
+        num_kept=kept if common["num_choices"] > kept else None,
+        prompt_top=prompt_top,
+        **common,
     )
+
+
+def _best_of(fields: Fields, kept: int, is_streamed: bool) -> int:
+    """Number of choices to generate, of which the `kept` most likely ones are returned."""
+    made: int = fields.integer("best_of", 1, MAX_CHOICES, kept)
+    if made < kept:
+        raise RequestError(400, f"best_of must be at least n, {kept}, got {made}", "best_of")
+    if made > kept and is_streamed:
+        raise RequestError(400, "best_of does not go with stream: the best are known at the end", "best_of")
+    return made
 
 
 def read_chat(fields: Fields, vocab_size: int) -> ChatRequest:
@@ -105,8 +127,21 @@ def read_chat(fields: Fields, vocab_size: int) -> ChatRequest:
     RequestError: a field that cannot be used.
     """
     tools, messages = read_tools(fields), read_messages(fields)
+    return chat_request(fields, messages, tools, vocab_size)
+
+
+def chat_request(
+    fields: Fields, messages: tuple[ChatMessage, ...], tools: ToolUse, vocab_size: int, param: str = "messages"
+) -> ChatRequest:
+    """Read the other fields of a conversation. `param`: the field that `messages` come from.
+
+    Raises:
+        RequestError: a field that cannot be used.
+    """
     if messages[-1].role == "assistant":
-        raise RequestError(400, "messages: the last one must be the user's, or the result of a tool", "messages")
+        raise RequestError(400, f"{param}: the last one must be the user's, or the result of a tool", param)
+    fields.refuse("prompt_logprobs", "log-probabilities of a prompt are at /v1/completions")
+    fields.refuse("best_of", "it is a field of /v1/completions", 1, fields.values.get("n"))
     num_top = fields.integer("top_logprobs", 0, MAX_TOP, None)
     if not fields.take("logprobs", bool, False):
         if num_top is not None:
@@ -179,6 +214,7 @@ def _common(
         "with_usage": bool(options.get("include_usage")),
         "structure": structure,
         "cache_salt": fields.take("cache_salt", str, ""),
+        "priority": fields.integer("priority", -(2**31), 2**31 - 1, 0),
     }
 
 

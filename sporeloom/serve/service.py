@@ -31,6 +31,7 @@ from sporeloom.inference.speculation import speculation
 from sporeloom.models.slots import num_slots_for
 from sporeloom.runtime.engine import Engine
 from sporeloom.serve.config import CHUNK, MIXED_CHUNK, ServeJob
+from sporeloom.serve.fair_queue import FairQueue
 
 HEARTBEAT_S = 5.0
 """Maximum seconds that ranks wait for each other without requests: far below every time-out of a collective."""
@@ -61,6 +62,10 @@ class GenerationRequest:
     """See `Request`."""
     processors: tuple[Processor, ...] = ()
     """Processors of its logits, on the rank with the server, which is the one that chooses tokens."""
+    priority: int = 0
+    """Texts with lower numbers get a row first."""
+    client: int = 0
+    """Number of the client's key; clients with texts of one priority take turns."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +78,9 @@ class ServiceFailure:
 Notify = Callable[[Event | ServiceFailure], None]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Open:
-    """A text in progress, on the rank with the server."""
+    """A text that waits or is generated, on the rank with the server."""
 
     wanted: GenerationRequest
     notify: Notify
@@ -113,6 +118,8 @@ class Service:
         self.failure = ""
         self.load = Load(0, 0, 0.0, 0)
         self._inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._queue = FairQueue[_Open]()  # seen by the loop, and without a row
+        self._queued: dict[int, _Open] = {}  # the same by their tickets
         self._open: dict[int, _Open] = {}
         self._numbers: dict[int, int] = {}  # ticket -> number in the schedulers
         self._lock = threading.Lock()
@@ -156,7 +163,11 @@ class Service:
         with contextlib.suppress(queue.Empty):
             while True:
                 waiting.append(self._inbox.get_nowait())
-        for each in [*self._open.values(), *(value for kind, value in waiting if kind == "submit")]:
+        for each in [
+            *self._open.values(),
+            *self._queued.values(),
+            *(value for kind, value in waiting if kind == "submit"),
+        ]:
             each.notify(ServiceFailure(reason))
 
     # The loop
@@ -211,11 +222,10 @@ class Service:
                 self._deliver(event)
 
     def _collect(self) -> tuple[list[Any], deque[_Open]]:
-        """Broadcast the requests since the last step; and the new texts among them."""
+        """Commands of a step: texts to cancel, and those that get the free rows; and the latter themselves."""
         cancelled: list[Any] = []
-        opened: dict[int, _Open] = {}
         while True:
-            idle = self.scheduler.is_idle and not cancelled and not opened
+            idle = self.scheduler.is_idle and not cancelled and not self._queue
             try:
                 kind, value = self._inbox.get(timeout=self._patience()) if idle else self._inbox.get_nowait()
             except queue.Empty:
@@ -223,22 +233,33 @@ class Service:
             if kind == "stop":
                 self.state, self._stop_at = "draining", time.monotonic() + value
             elif kind == "submit":
-                opened[value.ticket] = value
-            elif value in opened:
-                del opened[value]
+                self._queued[value.ticket] = value
+                self._queue.put(value, value.wanted.client, value.wanted.priority)
+            elif value in self._queued:
+                self._queue.remove(self._queued.pop(value))
                 self._book_waiting(-1)
             elif value in self._numbers:
                 cancelled.append(["cancel", self._numbers[value]])
-        commands = cancelled + [["submit", _told(each.wanted)] for each in opened.values()]
+        opened = self._next_texts(len(cancelled))
+        commands = cancelled + [["submit", _told(each.wanted)] for each in opened]
         is_done = not commands and self.scheduler.is_idle
         if self._stop_at is not None and (is_done or time.monotonic() > self._stop_at):
             if not is_done:
                 milestone(f"{counted(len(self._open), 'request', 'requests')} aborted")
             self.fail("the server is stopping")
-            for each in opened.values():
+            for each in opened:
                 each.notify(ServiceFailure(self.failure))
             return [["stop", None]], deque()
-        return commands, deque(opened.values())
+        return commands, opened
+
+    def _next_texts(self, num_cancelled: int) -> deque[_Open]:
+        """Take the texts of the queue for which there are rows, some of which are free once texts are cancelled."""
+        scheduler = self.scheduler
+        rows = scheduler.decoding.num_rows + num_cancelled - scheduler.num_running - scheduler.num_waiting
+        taken = deque(self._queue.pop() for _ in range(min(rows, len(self._queue))))
+        for each in taken:
+            del self._queued[each.ticket]
+        return taken
 
     def _patience(self) -> float:
         return HEARTBEAT_S if self._stop_at is None else 0.01
@@ -304,7 +325,8 @@ class Service:
 def _told(wanted: GenerationRequest) -> dict[str, Any]:
     """The broadcast form of a text."""
     values = {field.name: getattr(wanted, field.name) for field in dataclasses.fields(wanted)}
-    del values["is_finished"], values["processors"]
+    for name in ("is_finished", "processors", "priority", "client"):  # which the other ranks do not need
+        del values[name]
     return {**values, "sampling": dataclasses.asdict(wanted.sampling)}
 
 

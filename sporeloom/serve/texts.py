@@ -13,11 +13,9 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import StreamingResponse
 from starlette.types import Send
 
-from sporeloom.core.json_text import json_text
 from sporeloom.inference.sampling import GrammarError, NoTokenError
 from sporeloom.inference.scheduler import Event, Failure, NewToken, PromptScores
-from sporeloom.serve import answers
-from sporeloom.serve.answers import ChatAnswer, Choice, CompletionAnswer
+from sporeloom.serve.answers import Answer, Choice
 from sporeloom.serve.config import ServedModel
 from sporeloom.serve.fields import RequestError
 from sporeloom.serve.metrics import Metrics, Timing
@@ -39,9 +37,11 @@ class RequestStream:
         asked: ApiRequest,
         choices: list[Choice],
         rooms: list[int],
+        client: int = 0,
     ):
         self.service, self.metrics, self.model, self.asked = service, metrics, model, asked
         self.choices, self.rooms, self.timeout_s = choices, rooms, service.job.config.request_timeout
+        self.client, self.timings = client, {choice.index: Timing() for choice in choices}
 
     async def events(self) -> AsyncGenerator[tuple[Choice, str], None]:
         """Yield a choice that has events, and its new text, until all have ended.
@@ -53,7 +53,7 @@ class RequestStream:
         loop = asyncio.get_running_loop()
         notify = partial(_notify, loop, came)
         tickets: dict[int, int] = {}
-        timings = {choice.index: Timing() for choice in self.choices}
+        timings = self.timings
         # Not asyncio.wait_for: before Python 3.12 it may lose that its caller was cancelled.
         too_late = loop.call_later(self.timeout_s, came.put_nowait, None)
         reason = "abort"
@@ -85,9 +85,12 @@ class RequestStream:
                 self.metrics.end(timings[index], reason)
 
     def _wanted(self, choice: Choice, room: int) -> GenerationRequest | None:
-        score_prompt = choice.echo is not None and self.asked.num_top is not None
+        is_echoed = choice.echo is not None and self.asked.num_top is not None
+        score_prompt = is_echoed or self.asked.prompt_top is not None
         if score_prompt:
-            choice.scores.append(None)  # of the first token
+            choice.prompt_scores = [None]  # of the first token
+        if is_echoed:
+            choice.scores.append(None)
         if not room and not (score_prompt and len(choice.prompt) > 1):
             return None
         return GenerationRequest(
@@ -98,11 +101,13 @@ class RequestStream:
             stream=choice.index % self.asked.num_choices,
             stop_ids=tuple(choice.stop.stop_ids),
             logit_bias=self.asked.logit_bias,
-            num_top=self.asked.num_top or 0,
+            num_top=max(self.asked.num_top or 0, self.asked.prompt_top or 0),
             score_prompt=score_prompt,
             is_finished=choice.stop.watch(),
             processors=choice.processors,
             cache_salt=self.asked.cache_salt,
+            priority=self.asked.priority,
+            client=self.client,
         )
 
     def _take(self, choice: Choice, event: Event | ServiceFailure, timing: Timing) -> str:
@@ -111,7 +116,9 @@ class RequestStream:
             self.metrics.token(timing, event)
             return choice.add(event)
         if isinstance(event, PromptScores):
-            choice.scores += event.scores
+            choice.prompt_scores += event.scores
+            if choice.scores:  # they are part of the answer
+                choice.scores += event.scores
             choice.finish_reason = event.finish_reason
             return ""
         if isinstance(event, Failure):
@@ -142,25 +149,21 @@ class Events(StreamingResponse):
             await super().stream_response(send)
 
 
-async def stream(
-    texts: RequestStream, form: CompletionAnswer | ChatAnswer, prompts: list[tuple[int, ...]]
-) -> AsyncGenerator[str, None]:
+async def stream(texts: RequestStream, form: Answer, prompts: list[tuple[int, ...]]) -> AsyncGenerator[str, None]:
     """Server-sent events, one a token or more."""
     try:
-        for first in form.opening(texts.choices):
-            yield event(first)
+        for first in form.opening(prompts, texts.choices):
+            yield form.event(first)
         async with contextlib.aclosing(texts.events()) as events:
             async for choice, text in events:
                 is_long = len(choice.scores) - choice.num_sent > MAX_SCORES
                 parts = await run_in_threadpool(form.parts, choice, text) if is_long else form.parts(choice, text)
                 for part in parts:
-                    yield event(part)
-        if texts.asked.with_usage:
-            yield event({**form.head, "choices": [], "usage": answers.usage(prompts, texts.choices)})
+                    yield form.event(part)
+        for last in form.closing(prompts, texts.choices):
+            yield form.event(last)
     except RequestError as error:
-        yield event(error.body)
-    yield "data: [DONE]\n\n"
-
-
-def event(value: dict[str, Any]) -> str:
-    return f"data: {json_text(value, ensure_ascii=False)}\n\n"
+        for last in form.failure(error):
+            yield form.event(last)
+    if form.end:
+        yield form.end

@@ -39,6 +39,14 @@ def template_variables(model: ServedModel, variables: dict[str, Any], effort: st
     )
 
 
+def can_switch(model: ServedModel) -> bool:
+    """Whether requests can switch the model's reasoning on and off."""
+    template = getattr(model.tokenizer, "template", None)
+    return template is not None and (
+        template.reads("reasoning_effort") or thinking_variable(model.tokenizer) is not None
+    )
+
+
 class ThinkingBudget:
     """A processor of logits that ends the reasoning of one text after `budget` tokens: it allows the end marker only. A
     character of several tokens is completed first.

@@ -199,7 +199,7 @@ def test_no_request_breaks_the_server(server):
         ({"prompt": PROMPT, "max_tokens": 0}, "goes with echo", "max_tokens"),
         ({"prompt": PROMPT, "temperature": "hot"}, "temperature must be a number, got 'hot'", "temperature"),
         ({"prompt": PROMPT, "top_p": 0}, "top_p must be above 0", "top_p"),
-        ({"prompt": PROMPT, "best_of": 3}, "best_of: only the choices", "best_of"),
+        ({"prompt": PROMPT, "best_of": 3, "stream": True}, "best_of does not go with stream", "best_of"),
         ({"prompt": PROMPT, "suffix": "."}, "not trained to fill in the middle", "suffix"),
         ({"prompt": PROMPT, "logit_bias": {"-1": 1}}, "not a token id", "logit_bias"),
         ({"prompt": [10**6]}, "1000000 is not a token id", "prompt"),
@@ -223,7 +223,14 @@ def test_fields_do_what_they_say(server):
     echo = server.complete(prompt=PROMPT, max_tokens=0, echo=True, logprobs=0)["choices"][0]
     assert echo["text"] == PROMPT and echo["logprobs"]["token_logprobs"][0] is None
     assert len(echo["logprobs"]["tokens"]) == len(ids)
+    scored = server.complete(prompt=PROMPT, max_tokens=1, prompt_logprobs=1)["choices"][0]["prompt_logprobs"]
+    told = zip(ids[1:], scored[1:], echo["logprobs"]["token_logprobs"][1:], strict=True)
+    assert scored[0] is None and all(entry[str(token)]["logprob"] == value for token, entry, value in told)
     several = server.complete(prompt=PROMPT, max_tokens=8, seed=4, n=3)
+    best = server.complete(prompt=PROMPT, max_tokens=8, seed=4, best_of=3, logprobs=0)
+    every = server.complete(prompt=PROMPT, max_tokens=8, seed=4, n=3, logprobs=0)["choices"]
+    assert best["usage"]["completion_tokens"] == sum(len(each["logprobs"]["tokens"]) for each in every)
+    assert best["choices"][0]["text"] == max(every, key=lambda c: np.mean(c["logprobs"]["token_logprobs"]))["text"]
     assert len({choice["text"] for choice in several["choices"]}) == 3
     again = server.complete(prompt=PROMPT, max_tokens=8, seed=several["seed"])
     assert again["choices"][0]["text"] == several["choices"][0]["text"]
@@ -249,12 +256,15 @@ def test_a_key_is_asked_for_and_long_bodies_are_refused(checkpoint, tmp_path):
         assert server.client.post("/v1/completions", json={"prompt": PROMPT * 1000}, headers=key).status_code == 413
 
 
-def test_mistakes_are_told_before_anything_is_loaded(checkpoint):
+def test_mistakes_are_told_before_anything_is_loaded(checkpoint, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        outcome = in_process("tools/serve.py", checkpoint, "--port", port, "--max-model-len", 4000, "--api-key", "")
+        (tmp_path / "keys").write_text("first\n second\n")
+        words = ("--max-model-len", 4000, "--api-key", "", "--api-key-file", tmp_path / "keys")
+        outcome = in_process("tools/serve.py", checkpoint, "--port", port, *words)
     assert outcome.code == 2
-    for line in (f"--port {port}: cannot listen", "--max-model-len 4000 is more", "--api-key must be"):
+    lines = (f"--port {port}: cannot listen", "--max-model-len 4000 is more", "--api-key must be", "keys: line 2 must")
+    for line in lines:
         assert line in outcome.output
 
 

@@ -62,7 +62,7 @@ def start(monkeypatch):
     for name in ("HEAD_TIMEOUT_S", "REFUSED_TIMEOUT_S", "UNREAD_TIMEOUT_S", "CLOSE_TIMEOUT_S"):
         monkeypatch.setattr(connections, name, 0.5)
     monkeypatch.setattr(connections, "BODY_TIMEOUT_S", 0.5)
-    monkeypatch.setattr("sporeloom.serve.app.BODY_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("sporeloom.serve.bodies.BODY_TIMEOUT_S", 0.5)
     running = []
 
     def begin(**more):

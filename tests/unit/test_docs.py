@@ -37,7 +37,7 @@ def test_the_reference_of_the_commands_has_every_verb():
 
 
 def test_the_reference_of_the_server_has_every_field_that_it_reads():
-    modules = ("requests", "messages", "structured")
+    modules = ("requests", "messages", "structured", "responses/request", "anthropic/request")
     code = "".join((ROOT / f"sporeloom/serve/{name}.py").read_text(encoding="utf-8") for name in modules)
     fields = set(re.findall(r'fields\.(?:take|number|integer|integers|refuse)\("(\w+)"', code))
     assert len(fields) > 20

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from sporeloom.core.errors import ConfigError
-from sporeloom.serve.bench import BenchServeConfig, bench
+from sporeloom.serve.bench import BenchServeConfig, bench, prompts_of
 
 
 @pytest.fixture
@@ -74,3 +74,11 @@ def test_what_the_server_drafted_meanwhile_is_read_from_its_metrics(server, tmp_
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "hello"}\n')
     told = chat(server[0], dataset_name="custom", dataset_path=tmp_path / "prompts.jsonl", num_warmups=1)
     assert (told["spec_decode_draft_tokens"], told["spec_decode_acceptance_rate"]) == (30, 0.4)
+
+
+def test_random_prompts_may_share_a_prefix_and_are_otherwise_the_same():
+    sizes = {"num_prompts": 5, "input_len": 7, "vocab_size": 500, "seed": 3}
+    alone = prompts_of(BenchServeConfig(**sizes))
+    shared = prompts_of(BenchServeConfig(**sizes, random_prefix_len=4))
+    assert [prompt[4:] for prompt in shared] == alone and len({tuple(prompt) for prompt in alone}) == 5
+    assert {len(prompt) for prompt in shared} == {11} and len({tuple(prompt[:4]) for prompt in shared}) == 1

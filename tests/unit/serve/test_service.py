@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loop behind the server, on a model that breaks for some requests: it goes on for the others."""
 
+import contextlib
 import queue
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -53,8 +55,20 @@ def wanted(prompt=(1,), is_finished=lambda tokens: False, **more):
     return GenerationRequest(prompt=prompt, is_finished=is_finished, **{**values, **more})
 
 
+@contextlib.contextmanager
+def running(made):
+    """Run the loop of a service."""
+    loop = threading.Thread(target=made.run, daemon=True)
+    loop.start()
+    yield made
+    made.stop(5.0)
+    loop.join(10)
+    assert not loop.is_alive()
+
+
 @pytest.fixture
-def service():
+def stopped():
+    """A service whose loop does not run."""
     model = SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=VOCAB))
     made = Service(SimpleNamespace(models=[model], strategy=SINGLE_DEVICE))
     made.engine = SimpleNamespace(
@@ -67,12 +81,13 @@ def service():
     made.decoding = Decoding()
     made.scheduler = Scheduler(made.decoding, made.engine)
     made.state = "ready"
-    loop = threading.Thread(target=made.run, daemon=True)
-    loop.start()
-    yield made
-    made.stop(5.0)
-    loop.join(10)
-    assert not loop.is_alive()
+    return made
+
+
+@pytest.fixture
+def service(stopped):
+    with running(stopped) as made:
+        yield made
 
 
 def events_of(came):
@@ -110,3 +125,39 @@ def test_a_request_that_breaks_is_told_so_and_the_loop_goes_on(service):
     service.submit(wanted(), after.put)
     assert [type(event) for event in events_of(after)] == [NewToken] * 3
     assert not isinstance(after, ServiceFailure)
+
+
+def test_waiting_texts_get_rows_by_priority_and_the_clients_in_turn(stopped):
+    """Of one token each, and two rows: the order in which they are delivered is that in which they got rows."""
+    asked = [("a1", 0, 0), ("a2", 0, 0), ("a3", 0, 0), ("b1", 1, 0), ("late", 0, 5), ("b2", 1, 0), ("first", 2, -1)]
+    told, events = [], {}
+
+    def notify(name):
+        def take(event):
+            told.append(name)
+            events[name] = event
+
+        return take
+
+    tickets = {}
+    for name, client, priority in asked:
+        made = wanted((1, 2), max_new_tokens=1, client=client, priority=priority)
+        tickets[name] = stopped.submit(made, notify(name))
+    stopped.cancel(tickets["a2"])
+    assert stopped.num_waiting == len(asked)
+    with running(stopped):
+        end = time.monotonic() + 10
+        while len(told) < len(asked) - 1 and time.monotonic() < end:
+            time.sleep(0.001)
+    assert told == ["first", "a1", "b1", "a3", "b2", "late"]
+    assert {(event.token, event.log_probability) for event in events.values()} == {
+        (0, events["first"].log_probability)  # the same request, whenever its turn is
+    }
+    assert stopped.num_waiting == 0 and not stopped._queued and len(stopped._queue) == 0
+
+
+def test_texts_in_the_queue_are_told_when_the_service_fails(stopped):
+    told = []
+    stopped._queued[0] = SimpleNamespace(notify=told.append)
+    stopped.fail("rank 1 is gone")
+    assert [each.reason for each in told] == ["rank 1 is gone"]

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sporeloom batch`: the answers of a server, and an interrupted run that continues."""
+
+import json
+
+import pytest
+from conftest import tool
+
+pytestmark = pytest.mark.slow
+
+PROMPT = "小镇的早晨"
+
+
+def test_an_interrupted_batch_ends_as_one_that_was_not(checkpoint, tmp_path):
+    bodies = [{"prompt": PROMPT, "max_tokens": 6, "seed": seed, "logprobs": 0, "n": 2} for seed in range(5)]
+    bodies.insert(2, {"prompt": PROMPT, "top_p": 0})
+    requests, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [
+        {"custom_id": f"r{i}", "method": "POST", "url": "/v1/completions", "body": b} for i, b in enumerate(bodies)
+    ]
+    requests.write_text("".join(json.dumps(each) + "\n" for each in lines))
+
+    def run(code):
+        outcome = tool("tools/batch.py", checkpoint, requests, answers)
+        assert outcome.code == code, outcome.output
+        text = answers.read_text(encoding="utf-8")
+        told = [json.loads(each) for each in text.splitlines()]
+        assert [each["custom_id"] for each in told] == [f"r{i}" for i in range(6)]
+        assert [each["response"]["status_code"] for each in told] == [200, 200, 400, 200, 200, 200]
+        return text, [each["response"]["body"].get("choices") for each in told]
+
+    text, choices = run(1)  # one request cannot be answered
+    kept = "".join(text.splitlines(keepends=True)[:3])
+    answers.write_text(kept + text[len(kept) : len(kept) + 40], encoding="utf-8")
+    again, continued = run(0)
+    assert again.startswith(kept) and continued == choices
+    assert len({str(each) for each in choices if each}) == 5
+    outcome = tool("tools/batch.py", checkpoint, requests, answers)
+    assert outcome.code == 0 and "complete, 6 answers" in outcome.output

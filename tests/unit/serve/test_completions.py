@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""/v1/completions: the best of several choices, log-probabilities of the prompt."""
+
+import asyncio
+
+import pytest
+from scripted_service import Service
+
+from sporeloom.inference.sampling import TokenScore
+from sporeloom.inference.scheduler import NewToken, PromptScores
+
+
+class Drawn(Service):
+    """Each choice has a text and a log-probability of its own; prompts are scored where that is asked."""
+
+    LIKELY = (-3.0, -1.0, -2.0, -1.0)
+
+    def submit(self, wanted, notify):
+        self.wanted.append(wanted)
+        if wanted.score_prompt:
+            scores = [TokenScore(t, -float(t), ((t + 1, -0.25), (t, -float(t)))) for t in wanted.prompt[1:]]
+            notify(PromptScores(0, scores, None if wanted.max_new_tokens else "length"))
+        if wanted.max_new_tokens:
+            notify(NewToken(0, 97 + wanted.stream, self.LIKELY[wanted.stream], 0.01, "length"))
+        return len(self.wanted)
+
+
+def post(service, headers=None, /, **body):
+    async def work():
+        async with service.http() as http:
+            return await http.post("/v1/completions", json={"max_tokens": 1, **body}, headers=headers)
+
+    return asyncio.run(work())
+
+
+@pytest.mark.parametrize(("n", "best"), [(1, [["b"]]), (2, [["b", "d"]]), (3, [["b", "d", "c"]])])
+def test_the_most_likely_of_several_are_returned_the_first_among_equals(tmp_path, n, best):
+    told = post(Drawn(tmp_path), prompt=["x", "y"], n=n, best_of=4).json()
+    assert [choice["text"] for choice in told["choices"]] == best[0] * 2
+    assert [choice["index"] for choice in told["choices"]] == list(range(2 * n))
+    assert told["usage"]["completion_tokens"] == 8
+
+
+def test_best_of_is_at_least_n_and_not_streamed(tmp_path):
+    for body, said in (({"n": 3, "best_of": 2}, "at least n"), ({"best_of": 2, "stream": True}, "with stream")):
+        refused = post(Drawn(tmp_path), prompt="x", **body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "best_of")
+        assert said in refused.json()["error"]["message"]
+
+
+def test_the_prompts_tokens_are_scored_as_vllm_tells_them(tmp_path):
+    service = Drawn(tmp_path)
+    ids = service.tokenizer.encode("ab")
+    told = post(service, prompt="ab", prompt_logprobs=1, logprobs=0).json()["choices"][0]
+    assert len(told["prompt_logprobs"]) == len(ids) and told["prompt_logprobs"][0] is None
+    assert told["prompt_logprobs"][-1] == {
+        "98": {"logprob": -98.0, "rank": None, "decoded_token": "b"},
+        "99": {"logprob": -0.25, "rank": 1, "decoded_token": "c"},
+    }
+    assert told["logprobs"]["tokens"] == ["a"]  # of the answer alone
+    assert service.wanted[0].num_top == 1
+    echoed = post(service, prompt="ab", prompt_logprobs=0, logprobs=0, echo=True, max_tokens=0).json()["choices"][0]
+    assert echoed["logprobs"]["token_logprobs"][1:] == [
+        next(iter(entry.values()))["logprob"] for entry in echoed["prompt_logprobs"][1:]
+    ]
+    assert post(service, prompt="ab", prompt_logprobs=0, stream=True).json()["error"]["param"] == "prompt_logprobs"
+    assert "prompt_logprobs" not in post(service, prompt="ab").json()["choices"][0]
+
+
+def test_priority_and_client_go_with_a_request_and_change_nothing_else(tmp_path):
+    service = Drawn(tmp_path, file_keys=("one", "two"), api_key="zero")
+    told = []
+    for key, priority in (("zero", 0), ("one", -3), ("two", 9)):
+        headers = {"Authorization": f"Bearer {key}"}
+        told.append(post(service, headers, prompt="x", seed=1, priority=priority).json()["choices"])
+    assert [(each.client, each.priority) for each in service.wanted] == [(0, 0), (1, -3), (2, 9)]
+    assert told[0] == told[1] == told[2]
+    assert post(service, {"Authorization": "Bearer three"}, prompt="x").status_code == 401
+    refused = post(service, {"x-api-key": "two"}, prompt="x", priority=0.5)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "priority")

@@ -41,8 +41,9 @@ def wanted_by_updates(graph: Graph, parameters: Mapping[Name, Layout]) -> dict[N
     return wanted
 
 
-def summands(graph: Graph, wanted: Mapping[Name, Layout]) -> dict[Name, Layout]:
-    """Values with layouts -> the values that are added up to them, so that stages can add up their own share of each."""
+def computed_values(graph: Graph, wanted: Mapping[Name, Layout], are_summed: bool) -> dict[Name, Layout]:
+    """Outputs with layouts -> the values that they are, before they wait for others; `are_summed`: the values that are added
+    up to them, so that stages can add up their own share of each."""
     makers, found, todo = (
         {name: node for node in graph.nodes for name in node.outputs},
         dict[Name, Layout](),
@@ -53,7 +54,7 @@ def summands(graph: Graph, wanted: Mapping[Name, Layout]) -> dict[Name, Layout]:
         node = makers.get(name)
         if node is not None and node.kind == "Depend" and isinstance(node.inputs[0], str):
             todo.append((node.inputs[0], dims))
-        elif node is not None and node.kind == "AddN":
+        elif node is not None and node.kind == "AddN" and are_summed:
             todo += ((item, dims) for item in node.flat_inputs())
         else:
             found[name] = dims

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from sporeloom.partition.decompositions import DECOMPOSITIONS
+from sporeloom.partition.gradient_order import gradients_when_due
 from sporeloom.partition.graph import Graph, Input, IsFirst, Name, Node, TensorType
 from sporeloom.partition.grid import MICROBATCHES, STAGES, DeviceGrid
 from sporeloom.partition.hints import casts_of_outputs, wanted_by_updates
@@ -101,6 +102,8 @@ class _Walk(OperandLayouts):
         for name in self.source.outputs:
             wanted = _whole(self.values[name].type) if gathers_outputs else self.values[name].layout
             self.result.graph.outputs.append(self.laid_out(name, wanted))
+        if self.scattered and not self.reshards:  # else gathers, for which products wait, would wait for scatters
+            self.result.graph.nodes = gradients_when_due(self.result.graph)
         self.result.layouts = {name: value.layout for name, value in self.values.items() if value.layout is not None}
         return self.result
 

@@ -30,6 +30,7 @@ from sporeloom.strategy.schedule import idle_microbatches, splits_backward, time
 GRADIENT_BYTES = 4  # on the wire: replicas' gradients are added up in float32
 SCORE_PASSES = 6.5  # products write and read scores; scale, mask, softmax and dropout pass over them
 OWN_SCORE_PASSES, OWN_DROPOUT_PASSES = 8.5, 2.5  # softmax in float32 writes probabilities in both types
+OWN_OVERLAP = 0.25  # of the passes, hides what our graphs scatter in them (ZeRO-2), or gather (ZeRO-3); as simulated
 BACKWARD_PASSES = 1.5  # passes over memory of a layer's backward, relative to its forward
 
 
@@ -311,15 +312,17 @@ def _data_parallel(
         per_microbatch = job.gathers == "microbatch"
         share, times = (overlap.weights, job.num_microbatches) if per_microbatch else (overlap.gradients, 1)
         gathers = 2 if per_microbatch else 1  # again for the backward pass
-        width = GRADIENT_BYTES if job.own_graphs else 2
+        width = GRADIENT_BYTES if job.own_graphs and job.num_microbatches > 1 else 2
         moved, gathered = ring * trained * width * times, gathers * ring * parameters * 2 * times
+        if job.own_graphs:
+            return moved, max(gathered - OWN_OVERLAP * compute, 0.0)
         return max(moved - share * backward, 0.0), max(gathered - share * compute * (1 + gathers) / 3, 0.0)
     moved, gathered = ring * trained * GRADIENT_BYTES, ring * parameters * job.weight_bytes
     last = backward / job.num_microbatches  # gradients are complete in the last microbatch
     if job.own_graphs and (job.pp > 1 or job.num_microbatches > 1):
         last = 0.0  # the update's graph reduces them
     if job.shards_accumulated_gradients:
-        moved, last = job.num_microbatches * moved, backward
+        return max(job.num_microbatches * moved - OWN_OVERLAP * backward, 0.0), gathered
     if job.zero == 2:  # implementations that shard gradients move each virtual stage's while the next is computed
         moved, gathered = moved / job.virtual_stages, gathered / job.virtual_stages
     if job.zero == 0:  # an all-reduce; with sharded optimizer state a reduce-scatter, and the new weights are gathered

@@ -17,7 +17,7 @@ from sporeloom.parallel.report import Report
 from sporeloom.partition.axis_parts import PartedAxes, UndividedAxisError, sharded_further
 from sporeloom.partition.graph import Graph
 from sporeloom.partition.grid import MICROBATCHES, STAGES, DeviceGrid
-from sporeloom.partition.hints import summands
+from sporeloom.partition.hints import computed_values
 from sporeloom.partition.layout import ValueLayout
 from sporeloom.partition.mindir import UnreadableGraphError, read_graph
 from sporeloom.partition.operation import Pin
@@ -232,7 +232,7 @@ def shard(
             parts,
             gathers_outputs,
             reshards=decisions.reshards,
-            scattered=summands(graph, like) if in_parts else like,
+            scattered=computed_values(graph, like, are_summed=in_parts),
         )
     except MixedRowsError:
         raise

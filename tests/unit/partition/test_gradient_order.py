@@ -11,13 +11,14 @@ def node(kind, output, *inputs, **attributes):
 
 def test_what_leads_to_one_gradient_follows_its_inputs():
     """Three layers, as MindSpore orders them: gradients of activations, then of weights, then what is done with these."""
-    nodes = [node("MatMul", "dx2", "dy", "w2"), node("MatMul", "dx1", "dx2", "w1"), node("MatMul", "dx0", "dx1", "w0")]
+    nodes = [node("Square", "dy", "y"), node("MatMul", "dx2", "dy", "w2")]
+    nodes += [node("MatMul", "dx1", "dx2", "w1"), node("MatMul", "dx0", "dx1", "w0")]
     for i, given in ((0, "dx1"), (1, "dx2"), (2, "dy")):
         nodes.append(node("MatMul", f"dw{i}", given, f"h{i}"))
     nodes += [node("Cast", f"cast{i}", f"dw{i}") for i in range(3)]
     nodes += [node("ReduceScatter", f"g{i}", f"cast{i}") for i in range(3)]
     nodes.append(node("Sum", "of all", "g0", "g1"))
-    inputs = dict.fromkeys(("dy", "h0", "h1", "h2"), SQUARE)
+    inputs = dict.fromkeys(("y", "h0", "h1", "h2"), SQUARE)
     graph = Graph(dict.fromkeys(("w0", "w1", "w2"), SQUARE), inputs, nodes, ["dx0", "g0", "g1", "g2", "of all"])
     ordered = gradients_when_due(graph)
     assert sorted(map(id, ordered)) == sorted(map(id, nodes))

@@ -83,7 +83,7 @@ def _stage(run: DryRun, report: RankReport) -> dict[str, Any]:
     job = _job_of(run)
     memory = task_memory(dims, job, run.task)[report.stage]
     auxiliary = auxiliary_bytes(dims, job, run.task)[report.stage]
-    held = report.parameter_bytes + report.optimizer_bytes + report.gradient_bytes
+    held = report.parameter_bytes + report.optimizer_bytes + job.gradient_copies * report.gradient_bytes
     timeline, report = report.memory, dataclasses.replace(report, memory=None, step=None)
     activations = 0.0 if run.config.inference else memory.activations + memory.working
     copies = memory.weights  # cast, or gathered from the optimizer's shards

@@ -256,6 +256,8 @@ def stage_memory(dims: Dimensions, job: Parallelism) -> list[StageMemory]:
         weights = job.weight_bytes * cut_parameters(count, experts, job.shards, shards, job.zero >= 3)
         if job.zero == 3:
             weights += _gathered_weights(dims, job, stage)
+            if job.gradient_copies > 1 and width < 4:  # shards are cast once for all microbatches
+                weights += width * cut_parameters(count, experts, job.shards, shards, True)
             working += width * layer_parameters(dims, job.tp)  # one's gradient
         moments = job.optimizer_bytes * cut_parameters(count, experts, job.shards, shards, True)
         moments -= second_moments_saved(dims, job)[stage]
@@ -263,7 +265,9 @@ def stage_memory(dims: Dimensions, job: Parallelism) -> list[StageMemory]:
             StageMemory(
                 parameters=count + experts,
                 weights=weights,
-                gradients=job.gradient_bytes * cut_parameters(count, experts, job.shards, shards, job.zero >= 2),
+                gradients=job.gradient_copies
+                * job.gradient_bytes
+                * cut_parameters(count, experts, job.shards, shards, job.zero >= 2),
                 optimizer=moments - on_host[stage],
                 activations=activations,
                 working=working,

@@ -141,6 +141,12 @@ class Parallelism:
         return self.own_graphs and self.zero == 2 and self.num_microbatches > 1
 
     @property
+    def gradient_copies(self) -> int:
+        """Number of gradients of each parameter that are there at once: our own graphs hold those of the last microbatch
+        beside the sum."""
+        return 2 if self.own_graphs and self.num_microbatches > 1 else 1
+
+    @property
     def global_batch_size(self) -> int:
         return self.dp * self.microbatch * self.num_microbatches
 

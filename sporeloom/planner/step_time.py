@@ -355,7 +355,7 @@ def _accumulation(dims: Dimensions, job: Parallelism, rates: Rates, adapters: in
         / rates.bytes
         for each in held
     ]
-    return sums, max(6 * half * sum(each) for each in held) / rates.bytes
+    return sums, max(6 * half * cut_parameters(*each, job.shards, shards, job.zero == 3) for each in held) / rates.bytes
 
 
 def _update(dims: Dimensions, job: Parallelism, rates: Rates, adapters: int) -> float:

@@ -197,7 +197,7 @@ def task_memory(dims: Dimensions, job: Parallelism, task: TrainedTask) -> list[S
         stages = [
             dataclasses.replace(
                 stage,
-                gradients=job.gradient_bytes * count,
+                gradients=job.gradient_copies * job.gradient_bytes * count,
                 optimizer=_of_adapters(job, stage.optimizer, count),
             )
             for stage, count in zip(stages, adapter_parameters(task, dims, job), strict=True)

@@ -187,6 +187,7 @@ def test_a_tool_is_a_verb_and_nothing_more():
     assert {path.stem for path in modules("sporeloom/cli")} == {*verbs, "__init__"}
     for path in modules("tools"):
         assert path.stem in verbs
+        assert path.stem not in sys.stdlib_module_names  # it would hide that module from all tools
         assert path.read_text(encoding="utf-8").count("\n") <= 10
 
 

@@ -33,6 +33,8 @@ GROUPS = {
         "dry-run": "Memory, communication and FLOPs of any rank of a cluster; `dry-run explain NAME`: one layout",
         "simulate": "Simulate a long job whose devices fail: goodput, its end, what checkpoints and spares buy",
         "certify": "Prove a strategy on this machine before a cluster is booked",
+        "replay": "Run one recorded step of one rank again, alone, and compare it bit for bit",
+        "bisect": "Name the first operator, rank and tensor in which two recorded runs differ",
         "rules": "List the operators of a custom network that sharding rules can name",
     },
     "Data": {

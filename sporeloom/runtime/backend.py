@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import mindspore as ms
@@ -128,6 +129,17 @@ class Backend:
             ConfigError: this package does not partition the graphs.
         """
         raise ConfigError("--find-nan: only graphs that CPU processes execute can be looked into")
+
+    def record(self, folder: Path, keep: int) -> None:
+        """Record what the last `keep` steps need to run again alone, in a folder that all ranks share.
+
+        Raises:
+            ConfigError: this package does not partition the graphs.
+        """
+        raise ConfigError("--record: only steps of several CPU processes can be recorded; give a --strategy, on CPUs")
+
+    def begin_step(self, step: int) -> None:
+        """Record the next run of a Cell, if there is a recording, as this step."""
 
     def first_not_finite(self) -> list[str] | None:
         """Operators that produced non-finite numbers from finite ones in the last run, with their ranks, on all ranks;

@@ -258,6 +258,11 @@ class FaultFlags:
     find_nan: bool = option(
         False, "check the output of every operator on CPU processes and name the first one that is not finite; slow"
     )
+    record: Natural = option(
+        0,
+        "number of last steps whose inputs, received messages and initial parameters CPU processes keep in "
+        "OUTPUT_DIR/record, for `sporeloom replay` and `bisect`; 0: none",
+    )
     rerun_every: Natural = option(
         0,
         "interval in steps at which a step runs twice from the same state and must give bit-identical results "

@@ -96,6 +96,8 @@ def start(run: Run) -> Training:
     config = run.config
     _check_target(run, engine)
     engine.backend.watch_for(config.watchdog_s)
+    if config.record:
+        engine.backend.record(config.output_dir, config.record)
     if config.find_nan:
         engine.backend.look_for_nan()
     task: Task = import_module(f"sporeloom.tasks.{config.task}").TASK(run, engine)

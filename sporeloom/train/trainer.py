@@ -234,6 +234,7 @@ def _one_step(training: Training, step: int) -> StepMetrics:
     used_scale = scale.value if scale else None
     with training.times.measure("data"):
         inputs = training.batch(step - 1)
+    engine.backend.begin_step(step)
     with training.times.measure_step(engine.backend.seconds_of_communication):
         if run.config.rerun_every and step % run.config.rerun_every == 0:
             loss, norm, *counts = run_twice(engine, training.step, training.report, inputs, step)

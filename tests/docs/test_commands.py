@@ -39,6 +39,10 @@ def blocks(page):
     return re.findall(r"(?ms)^```(\w*)\n(.*?)^```$", (ROOT / page).read_text(encoding="utf-8"))
 
 
+ALONE = ("certify", "bisect")
+"""Verbs that run in a process of their own; the latter has no file in tools, where it would hide Python's bisect."""
+
+
 def commands(page):
     """(command, lines it is stated to say)"""
     for language, text in blocks(page):
@@ -63,7 +67,7 @@ def perform(command, folder, page):
     if "--launch" in words and "--strategy" in words and page != "README.md":
         processes = load_strategy(words[words.index("--strategy") + 1]).mesh.size
         words.remove("--launch")
-    if words[0] == "sporeloom" and "--launch" not in words and words[1] != "certify":
+    if words[0] == "sporeloom" and "--launch" not in words and words[1] not in ALONE:
         outcome = tool(f"tools/{words[1].replace('-', '_')}.py", *words[2:], cwd=folder, processes=processes)
         return outcome.code, outcome.output
     env = {**msrun_env(), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}

@@ -12,28 +12,36 @@ from mindspore import Tensor
 
 from sporeloom.partition.graph import Name, TensorType
 from sporeloom.runtime.cpu.find_nan import NanFinder
+from sporeloom.runtime.cpu.recorder import FlightRecorder
 from sporeloom.runtime.cpu.transport import Array, Collectives, Transport
 
 
 class TransportExchange:
     """Messages between CPU processes. Sums are NumPy arrays."""
 
-    def __init__(self, transport: Transport, nan_finder: NanFinder | None = None):
+    def __init__(
+        self, transport: Transport, nan_finder: NanFinder | None = None, recorder: FlightRecorder | None = None
+    ):
         self.transport, self.nan_finder, self.rank = transport, nan_finder, transport.rank
+        self.recorder = recorder
 
     def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Do nothing: all processes are connected."""
 
     def send(self, peer: int, tag: tuple[str, Name, int], value: Tensor, type: TensorType) -> None:
         array = value.asnumpy()
-        self.transport.send(peer, tag, array.astype(ml_dtypes.bfloat16) if type.dtype == "bfloat16" else array)
+        array = array.astype(ml_dtypes.bfloat16) if type.dtype == "bfloat16" else array
+        self._record(False, (self.rank, peer, tag), f"Send of microbatch {tag[2]} to rank {peer}", array)
+        self.transport.send(peer, tag, array)
 
     def receive(self, peer: int, tag: tuple[str, Name, int], type: TensorType) -> Tensor:
         def receive(_: Array) -> Array:
             array: Array = self.transport.receive(peer, tag)
             return array
 
-        array = self.transport.watched(f"Receive of microbatch {tag[2]} from rank {peer}", receive)(np.zeros(0))
+        place = f"Receive of microbatch {tag[2]} from rank {peer}"
+        array = self.transport.watched(place, receive)(np.zeros(0))
+        self._record(True, (peer, self.rank, tag), place, array)
         array = array.astype(np.float32) if array.dtype == ml_dtypes.bfloat16 else array
         if self.nan_finder:
             self.nan_finder.receive(array)
@@ -57,4 +65,12 @@ class TransportExchange:
 
     def broadcast(self, value: Array | None, type: TensorType, ranks: Sequence[int], source: int, tag: Any) -> Tensor:
         group = Collectives(self.transport, ranks, tag)
-        return Tensor(group.broadcast(np.zeros(0) if value is None else value, source))
+        given = np.zeros(0) if value is None else value
+        result = group.broadcast(given, source)
+        is_received, place = self.rank != ranks[source], f"Broadcast of rank {ranks[source]}"
+        self._record(is_received, (tuple(ranks), tag), place, result)
+        return Tensor(result)
+
+    def _record(self, is_received: bool, tag: object, place: str, array: Array) -> None:
+        if self.recorder:
+            self.recorder.transfer(is_received, str(tag), place, array)

@@ -17,6 +17,7 @@ from sporeloom.runtime.cpu.bfloat16 import Widened, in_bfloat16, widen_bfloat16
 from sporeloom.runtime.cpu.flash import exchange_flash_attention
 from sporeloom.runtime.cpu.ordering import order_messages
 from sporeloom.runtime.cpu.pyfunc import add_pyfunc_primitive
+from sporeloom.runtime.cpu.recorder import FlightRecorder
 from sporeloom.runtime.cpu.transport import Array, Collectives, Transport
 from sporeloom.runtime.places import place_of
 from sporeloom.runtime.spmd.collectives import attributes, collective_nodes, output_of
@@ -39,6 +40,7 @@ def lower(
     groups: Mapping[str, Sequence[int]],
     program: str,
     among: Sequence[int] | None = None,
+    recorder: FlightRecorder | None = None,
 ) -> tuple[set[str], Widened]:
     """Replace every collective of `model`, in place, and order them without deadlocks; before that replace what CPUs do
     not support: FlashAttention, bfloat16. Returns the names of the results of collectives, and the values that were
@@ -47,6 +49,7 @@ def lower(
     Args:
         program: name that distinguishes the messages of several graphs.
         among: the ranks that have a graph of that name (default: all).
+        recorder: records what each collective gets.
 
     Raises:
         LoweringError: a communication operator is unsupported.
@@ -68,7 +71,9 @@ def lower(
         messages[node.output[0]] = message
         run = in_bfloat16(run) if node.output[0] in widened.values else run
         place = place_of(_domain(node, producers))
-        run = transport.watched(f"{kind} of {place}, ranks {', '.join(map(str, message.ranks))}", run)
+        where = f"{kind} of {place}, ranks {', '.join(map(str, message.ranks))}"
+        run = transport.watched(where, run)
+        run = recorder.watched(node.output[0], message.tag, where, run) if recorder else run
         node.op_type = add_pyfunc_primitive(model, run, is_scalar=not output_of(node).dims)
     order_messages(model, messages, transport, program, among)
     return set(messages), widened

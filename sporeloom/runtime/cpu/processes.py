@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,8 @@ from numpy.typing import NDArray
 from sporeloom.runtime.cpu.exchange import TransportExchange
 from sporeloom.runtime.cpu.find_nan import NanFinder
 from sporeloom.runtime.cpu.program import Program
+from sporeloom.runtime.cpu.recorder import FlightRecorder
+from sporeloom.runtime.cpu.recording import FOLDER
 from sporeloom.runtime.cpu.transport import Collectives, Transport
 from sporeloom.runtime.environment import end_with_msrun, job_name, launched_rank
 from sporeloom.runtime.spmd.backend import SpmdBackend
@@ -36,6 +40,7 @@ class CpuProcesses(SpmdBackend):
         super().__init__(strategy, rank)
         self.transport = transport
         self._nan_finder: NanFinder | None = None
+        self._recorder: FlightRecorder | None = None
 
     @classmethod
     def join(cls, strategy: Strategy) -> CpuProcesses:
@@ -53,7 +58,8 @@ class CpuProcesses(SpmdBackend):
     def run(self, cell: nn.Cell, inputs: Sequence[Tensor]) -> Any:
         if self._nan_finder:
             self._nan_finder.first = None
-        return super().run(cell, inputs)
+        with self._recorder.recording() if self._recorder else contextlib.nullcontext():
+            return super().run(cell, inputs)
 
     def broadcast(self, array: NDArray[Any], source: int) -> NDArray[Any]:
         group = Collectives(self.transport, range(self.strategy.mesh.size), "broadcast")
@@ -78,6 +84,13 @@ class CpuProcesses(SpmdBackend):
         ranks = {what: [str(rank) for rank, each in enumerate(found) if each == what] for what in found if what}
         return [f"{what} (rank {', '.join(of)})" for what, of in ranks.items()]
 
+    def record(self, folder: Path, keep: int) -> None:
+        self._recorder = FlightRecorder(folder / FOLDER, keep, self.rank, self.strategy.mesh.size)
+
+    def begin_step(self, step: int) -> None:
+        if self._recorder:
+            self._recorder.begin_step(step)
+
     def on_lost_rank(self, tell: Callable[[str], None]) -> None:
         self.transport.on_lost = tell
 
@@ -94,12 +107,12 @@ class CpuProcesses(SpmdBackend):
         return self.transport.communication_s
 
     def make_program(self, graph: RankGraph, cell: nn.Cell, name: str, among: Sequence[int]) -> Program:
-        program = Program(graph, cell, self.transport, name, self._nan_finder, among)
+        program = Program(graph, cell, self.transport, name, self._nan_finder, among, self._recorder)
         self.rounded = max(self.rounded, program.widened.rounded, key=Counter.total)
         return program
 
     def exchange(self) -> TransportExchange:
-        return TransportExchange(self.transport, self._nan_finder)
+        return TransportExchange(self.transport, self._nan_finder, self._recorder)
 
     def bytes_of_first(self, content: bytes) -> bytes:
         group = Collectives(self.transport, range(self.strategy.mesh.size), "graph of one device")

@@ -13,6 +13,7 @@ from mindspore import Parameter, Tensor, nn
 from sporeloom.core.errors import ConfigError
 from sporeloom.runtime.cpu.find_nan import NanFinder
 from sporeloom.runtime.cpu.lowering import lower
+from sporeloom.runtime.cpu.recorder import FlightRecorder
 from sporeloom.runtime.cpu.transport import Transport
 from sporeloom.runtime.spmd.program import LoadedProgram, materialize
 from sporeloom.runtime.spmd.rank_graph import RankGraph
@@ -33,21 +34,27 @@ class Program(LoadedProgram):
         name: str,
         nan_finder: NanFinder | None = None,
         among: Sequence[int] | None = None,
+        recorder: FlightRecorder | None = None,
     ):
-        messages, self.widened = lower(graph.model, transport, graph.groups, name, among)
+        self.name, self.recorder = name, recorder
+        if recorder:
+            recorder.add_program(name, graph.model.SerializeToString())
+        messages, self.widened = lower(graph.model, transport, graph.groups, name, among, recorder)
         if nan_finder:
             nan_finder.watch(graph.model, messages)
         owners = {parameter.name: parameter for parameter in cell.get_parameters()}
         materialize(owners.values(), graph)
-        for name in self.widened.parameters:
-            owners[name] = _in_float32(owners[name])
+        for widened in self.widened.parameters:
+            owners[widened] = _in_float32(owners[widened])
         super().__init__(graph, owners)
-        self.name = name
 
     def run(self, inputs: Sequence[Tensor]) -> Any:
         begin = now()
         try:
-            return super().run(inputs)
+            if self.recorder is None:
+                return super().run(inputs)
+            held = [(parameter.name, owner) for parameter, owner in self._pairs]
+            return self.recorder.call(self.name, held, inputs, lambda: super(Program, self).run(inputs))
         except (RuntimeError, TypeError) as error:
             if missing := _MISSING.search(str(error)):
                 raise ConfigError(f"MindSpore has no kernel of {missing[1]} for CPUs: {WITHOUT_KERNEL}") from None

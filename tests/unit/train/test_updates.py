@@ -56,7 +56,9 @@ def training_of(norms, monkeypatch, skip_steps=(), scaled=True, optimizer=None):
         ),
         engine=SimpleNamespace(
             run=lambda *_: (Tensor([2.0]), Tensor([next(given)])),
-            backend=SimpleNamespace(announce_step=lambda _: None, seconds_of_communication=lambda: None),
+            backend=SimpleNamespace(
+                announce_step=lambda _: None, begin_step=lambda _: None, seconds_of_communication=lambda: None
+            ),
             broadcast_value=lambda value, _: value,
         ),
         task=SimpleNamespace(metrics=lambda *_: {}),

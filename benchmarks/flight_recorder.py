@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flip one bit in one rank, in what it receives or holds, and see whether `bisect` names the rank and the operator.
+
+Writes results/flight_recorder.md. Ranks, messages, weights and optimizer state, and bits are drawn at random, seeded.
+A bit of a message that rounding or a maximum removes changes nothing: both recordings are equal, and another one is drawn.
+"""
+
+import json
+import random
+import re
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from report import ROOT, write_report
+
+sys.path.insert(0, str(ROOT / "tests"))
+
+from farm import call
+
+RESULTS = ROOT / "benchmarks" / "results" / "flight_recorder.md"
+WORKER, STEP = "tests/parity/record_worker.py", 2
+CASES = {"pangu_tiny_tp2": (2, 4, 4, 3), "pangu_tiny_tp4": (4, 16, 4, 3), "pangu_tiny_dp2_pp2": (4, 4, 4, 2)}
+"""Strategy -> processes, rows of a batch, faults in messages, and faults in weights. With 16 rows sums are in parts, each by
+another rank."""
+SPARE = 4
+"""Faults in messages that are drawn in addition, for those that change nothing."""
+
+
+def draw(size, wanted, generator):
+    kinds = ["message"] * (wanted["message"] + SPARE) + ["weight"] * wanted["weight"]
+    return [
+        {
+            "rank": generator.randrange(size),
+            "kind": kind,
+            "which": generator.random(),
+            "at": generator.random(),
+            "bit": generator.randrange(32),
+        }
+        for kind in kinds
+    ]
+
+
+def expected(run, fault, answer):
+    """How `bisect` begins: rank, and collective, parameter or message between stages."""
+    begin = f"first difference: step {STEP}, rank {fault['rank']}: "
+    if fault["kind"] == "weight":
+        return f"{begin}parameter {answer}, "
+    tag, _ = answer
+    record = json.loads((run / "record" / f"rank-{fault['rank']}" / f"step-{STEP:08}" / "step.json").read_text())
+    calls = [each for each in record["calls"] if repr(each["program"]) in tag]
+    places = [each["place"] for run_of in calls for each in run_of["messages"].values() if each["tag"] in tag]
+    places += [each["place"] for each in record["transfers"] if each["is_received"] and tag in each["tag"]]
+    assert len(set(places)) == 1, (tag, places)
+    return f"{begin}{places[0]}, "
+
+
+def measure(strategy, size, rows, wanted, folder, generator):
+    """Lines of the table, how many bits changed nothing, and how many answers are right."""
+    faults = [None, *draw(size, wanted, generator)]
+    runs = [folder / str(number) for number in range(len(faults))]
+    path = ROOT / "parallel_configs" / f"{strategy}.yaml"
+    answers = call(WORKER, "train", path, list(map(str, runs)), faults, rows, processes=size, timeout=600)
+    lines, without_effect, num_right, left = [], 0, 0, dict(wanted)
+    for number, (run, fault) in enumerate(zip(runs, faults, strict=True)):
+        if fault is None or not left[fault["kind"]]:
+            continue
+        code, output = call(WORKER, "bisect", str(runs[0]), str(run))
+        if code == 0:
+            without_effect += 1
+            continue
+        left[fault["kind"]] -= 1
+        answer = expected(run, fault, answers[fault["rank"]][number])
+        is_right = answer in output
+        num_right += is_right
+        said = re.sub(r".*first difference: ", "", output.strip(), flags=re.DOTALL)
+        lines.append(
+            f"| `{strategy}` | {fault['rank']} | {fault['kind']} | {fault['bit']} | {said} | {'yes' if is_right else 'no'} |"
+        )
+        print(lines[-1], "" if is_right else f"wanted: {answer}", flush=True)
+    return lines, without_effect, num_right
+
+
+def main():
+    generator, begin, lines, without_effect, num_right = random.Random(1), time.monotonic(), [], 0, 0
+    for strategy, (size, rows, messages, weights) in CASES.items():
+        wanted = {"message": messages, "weight": weights}
+        with tempfile.TemporaryDirectory() as folder:
+            more, unseen, right = measure(strategy, size, rows, wanted, Path(folder), generator)
+        lines, without_effect, num_right = [*lines, *more], without_effect + unseen, num_right + right
+    head = [
+        f"`bisect` names rank and operator, or parameter, of {num_right} of {len(lines)} flipped bits; {without_effect} more "
+        f"bits changed nothing. {time.monotonic() - begin:.0f} s.",
+        "",
+        "| strategy | rank | in a | bit | answer | right |",
+        "|---|---|---|---|---|---|",
+    ]
+    write_report(RESULTS, "A flipped bit in one rank", "flight_recorder.py", [*head, *lines])
+
+
+if __name__ == "__main__":
+    main()

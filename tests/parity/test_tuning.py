@@ -37,11 +37,11 @@ TASKS = {
     "dpo": ("DPOConfig", {"batch_size": 4, "label_smoothing": 0.1, "learning_rate": 1e-4}),
     "orpo": ("ORPOConfig", {"batch_size": 4, "learning_rate": 1e-4}),
     "distill": ("DistillConfig", {"temperature": 2.0, "packing": True}),
-    "distill_lora": (  # half of the steps on texts of the student
+    "distill_lora": (  # some steps on texts of the student
         "DistillConfig",
         {
             **{"beta": 0.0, "top_k": 8, "lora_r": 2, "learning_rate": 1e-2},
-            **{"lmbda": 0.5, "max_completion_length": 8},
+            **{"lmbda": 0.3, "max_completion_length": 8},
         },
     ),
     "kto": ("KTOConfig", {"undesirable_weight": 1.5, "learning_rate": 1e-4}),
@@ -151,10 +151,10 @@ def test_models_and_caches_beside_take_what_dry_runs_say(out, mesh, task):
         assert held[what] == pytest.approx(size, rel=0.01), what
 
 
-def test_half_of_the_steps_learn_from_what_the_student_says(out):
+def test_some_steps_learn_from_what_the_student_says(out):
     steps = steps_of(out / "one_device" / "distill_lora")
     sampled = [step for step in steps if "completion_length" in step]
-    assert 2 <= len(sampled) <= 8 and all(1 <= step["completion_length"] <= 8 for step in sampled)
+    assert len(sampled) == 4 and all(1 <= step["completion_length"] <= 8 for step in sampled)
 
 
 def test_the_reference_is_known_from_the_first_step_on(out):

@@ -14,6 +14,7 @@ from sporeloom.checkpoint.adapters import Adapter, read_adapter
 from sporeloom.checkpoint.generation_config import with_end_tokens
 from sporeloom.core.command_line import argument, option
 from sporeloom.core.errors import ConfigError, Problems
+from sporeloom.core.lines import split_lines
 from sporeloom.core.numbers import Count, Natural, NotNegative, Positive, number_problems
 from sporeloom.data.documents import decode_text
 from sporeloom.data.tokenizer import Tokenizer, folder_tokenizer
@@ -228,7 +229,7 @@ def _read_keys(config: ServeConfig) -> tuple[str, ...]:
     """
     found = [("--api-key", config.api_key)] if config.api_key is not None else []
     if path := config.api_key_file:
-        lines = [line for line in decode_text(path).splitlines() if line.strip()]
+        lines = [line for line in split_lines(decode_text(path)) if line.strip()]
         if not lines:
             raise ConfigError(f"--api-key-file {path}: contains no key")
         found += [(f"--api-key-file {path}: line {number}", line) for number, line in enumerate(lines, 1)]

@@ -35,6 +35,7 @@ def test_cispo_weighs_the_gradient_of_each_token_by_its_clipped_ratio():
     log_probs, old, advantages = (draw.standard_normal((3, 4)) for _ in range(3))
     weights, zeros = np.full((3, 4), 1 / 12), np.zeros((3, 4))
     mindspore.set_device("CPU")
+    mindspore.set_context(mode=mindspore.PYNATIVE_MODE)  # whatever a test before this one has set
     objective = Policy(0.2, 0.5, is_cispo=True)
     inputs = [Tensor(each.astype(np.float32)) for each in (log_probs, weights, advantages, old, zeros, zeros)]
     loss, numbers = objective.of(*inputs)

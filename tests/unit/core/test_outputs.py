@@ -141,6 +141,10 @@ def test_after_a_kill_the_old_one_is_put_back_first(here, killed):
     assert (here / "o").read_text() == "old"
 
 
+CONTINUED = {("BatchConfig", "output")}
+"""Files that a verb adds to: what is there stays."""
+
+
 def kinds():
     """Configurations of all verbs' command lines."""
     for verb in COMMANDS:
@@ -170,7 +174,7 @@ def test_every_path_that_a_verb_writes_is_under_the_rule():
             if ("Path" in hint) and (names or " to write" in says):
                 written[kind.__name__, field.name] = OUTPUT in field.metadata and issubclass(kind, Overwrite)
     assert len(written) >= 15
-    assert [where for where, is_ruled in written.items() if not is_ruled] == []
+    assert {where for where, is_ruled in written.items() if not is_ruled} == CONTINUED
     assert "overwrite" in {field.name for field in dataclasses.fields(TrainingConfig)}
 
 

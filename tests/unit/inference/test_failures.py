@@ -19,16 +19,16 @@ OVERFLOWS = 49
 class Overflowing(Chunked):
     """Where a row has seen OVERFLOWS, all its further logits are NaN."""
 
-    def step(self, chunks, tokens, every=False):
-        found = super().step(chunks, tokens, every)
+    def step(self, *given):
+        found = super().step(*given)
         return {row: logits * np.nan if OVERFLOWS in self.rows[row] else logits for row, logits in found.items()}
 
 
 class ElseWhere(Overflowing):
     """The same on a rank that holds no logits."""
 
-    def step(self, chunks, tokens, every=False):
-        super().step(chunks, tokens, every)
+    def step(self, *given):
+        super().step(*given)
 
 
 def broken(tokens):

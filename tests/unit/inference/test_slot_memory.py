@@ -8,6 +8,7 @@ import pytest
 from mindspore import Parameter, Tensor
 
 from sporeloom.inference.slot_memory import SlotMemory
+from sporeloom.strategy.tensor_slice import TensorSlice
 
 SHAPE = (3, 2, 10, 4)
 
@@ -22,8 +23,7 @@ def memory(request):
     weight = Parameter(Tensor(np.ones((2, 2), np.float32)), name="layers.0.weight")
     report = SimpleNamespace(of=lambda name: SimpleNamespace(global_shape=(5, *SHAPE[1:])))
     net = SimpleNamespace(get_parameters=lambda: [weight, *caches], parallel_report=report)
-    slices = (slice(2, 5), slice(0, 2), slice(0, 10), slice(0, 4))
-    engine = SimpleNamespace(target=request.param, held_slices=lambda name, shape: slices)
+    engine = SimpleNamespace(target=request.param, held_slice=lambda name, shape: TensorSlice((2, 0, 0, 0), SHAPE))
     return SlotMemory(engine, net), caches
 
 

@@ -37,7 +37,7 @@ class Service:
     """
 
     state, failure, progress, num_waiting = "ready", "", "", 0
-    load = SimpleNamespace(running=0, used_slots=0.0, reused_tokens=0)
+    load = SimpleNamespace(running=0, used_slots=0.0, reused_tokens=0, drafts=0, drafted=0, accepted=0)
 
     def __init__(self, folder: Path, says: str = "", file_keys=(), **flags):
         glm4_files(folder)

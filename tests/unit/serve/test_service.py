@@ -31,7 +31,7 @@ class Decoding:
     def next_chunks(self, waiting, is_alone):
         return dict(waiting)
 
-    def step(self, chunks, tokens, every=False):
+    def step(self, chunks, tokens, every=False, drafts=None):
         found = {}
         for row, ids in {**chunks, **{row: [token] for row, token in tokens.items()}}.items():
             self.rows[row] += ids

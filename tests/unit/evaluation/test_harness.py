@@ -66,7 +66,7 @@ class Decoding:
     def next_chunks(self, waiting, is_alone):
         return {row: ids[:5] for row, ids in waiting.items()}
 
-    def step(self, chunks, tokens, every=False):
+    def step(self, chunks, tokens, every=False, drafts=None):
         found = {}
         for row, ids in {**chunks, **{row: [token] for row, token in tokens.items()}}.items():
             logits = []

@@ -46,12 +46,15 @@ class Profile:
             TRACE.begin()
         self._begin = now()
 
-    def end_step(self, step: int, is_last: bool) -> None:
-        """Write the profile after the last of the steps, or of the run."""
-        if not self._is_on:
-            return
+    def end_step(self, step: int) -> None:
+        """Write the profile after the last of the steps."""
         TRACE.add("loop", f"step {step}", self._begin)
-        if step >= self.steps[-1] or is_last:
+        if step >= self.steps[-1]:
+            self.finish()
+
+    def finish(self) -> None:
+        """Write what is recorded, if anything is: the run may end before the last of the steps."""
+        if self._is_on:
             self._write(TRACE.end())
 
     @property

@@ -42,7 +42,7 @@ def server_reward(url: str) -> Callable[..., Sequence[float]]:
     by `{"rewards": [...]}`.
 
     Raises:
-        ConfigError: it is no address.
+        ConfigError: no request can go there.
     """
     if problem := address_problem(url):
         raise ConfigError(problem)

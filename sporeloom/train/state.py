@@ -118,7 +118,7 @@ def resume(training: Training) -> int:
 
 
 def differences(theirs: dict[str, Any], mine: dict[str, Any], both_ways: bool) -> Iterator[str]:
-    """What settings were in a checkpoint and are now, where they differ.
+    """Settings that differ, with their values in a checkpoint and now.
 
     Args:
         both_ways: also of settings that only the checkpoint has.

@@ -23,15 +23,29 @@ def is_url(name: str) -> bool:
     return name.partition("://")[0] in SCHEMES and "://" in name
 
 
+def address_problem(url: str) -> str | None:
+    """Describe why no request can go to an address."""
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError as error:
+        return f"--reward {url}: {error}; give http://HOST:PORT/PATH"
+    if not host:
+        return f"--reward {url}: an address without a host; give http://HOST:PORT/PATH"
+    if any(not "!" <= letter <= "~" for letter in url):
+        return f"--reward {url!r}: has spaces or other characters than ASCII; write them as %XX, as in %20 for a space"
+    return None
+
+
 def server_reward(url: str) -> Callable[..., Sequence[float]]:
     """A reward function that asks a server by POST: `{"prompts": [...], "completions": [...], COLUMN: [...], ...}`, answered
     by `{"rewards": [...]}`.
 
     Raises:
-        ConfigError: the address has no host.
+        ConfigError: no request can go there.
     """
-    if not urlsplit(url).hostname:
-        raise ConfigError(f"--reward {url}: an address without a host; give http://HOST:PORT/PATH")
+    if problem := address_problem(url):
+        raise ConfigError(problem)
 
     def reward(prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]) -> Sequence[float]:
         content = json_text({"prompts": prompts, "completions": completions, **columns}, ensure_ascii=False).encode()

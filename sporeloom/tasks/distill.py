@@ -33,7 +33,6 @@ from sporeloom.train.saving import leave_undrawn, start_from
 from sporeloom.train.tuning import open_reading
 
 FLAGS = ("beta", "temperature", "top_k", "top_k_tail")
-SAMPLING_FLAGS = ("lmbda", "max_completion_length")
 COMPARED_LINES = 200
 """Number of the first lines that the tokenizers of student and teacher are compared on."""
 
@@ -78,8 +77,9 @@ class Distill(SFT):
         return {**super().graph_key(), **self._settings()}
 
     def data_state(self) -> dict[str, Any]:
-        sampling = {name: getattr(self.config, name) for name in SAMPLING_FLAGS} if self.config.lmbda else {}
-        return {**super().data_state(), **self._settings(), **sampling}
+        config = self.config
+        sampling = {"max_completion_length": config.max_completion_length} if config.lmbda else {}
+        return {**super().data_state(), **self._settings(), "lmbda": config.lmbda, **sampling}
 
     def _settings(self) -> dict[str, Any]:
         family, model = self.teacher

@@ -22,6 +22,10 @@ from sporeloom.tasks.preference import PairTask, both
 from sporeloom.tasks.tuning import batches_of
 
 FILE, HELD_OUT_FILE = "reference.npy", "reference-{}.npy"
+NOT_BEGUN_WITH = (
+    "the run began without this set, so that its log-probabilities by the initial model are not known; leave it out, or "
+    "start anew"
+)
 
 
 class DPO(PairTask):
@@ -44,10 +48,12 @@ class DPO(PairTask):
         sets = {each.content: each.pairs for each in self.sets.values()}
         self.held_out = {}
         if steps_done:
+            hashes = saved.get("held_out", {})
+            if new := [name for name, each in self.sets.items() if each.content not in hashes]:
+                raise ConfigError([f"--validation-data {name}=...: {NOT_BEGUN_WITH}" for name in new])
             self.reference = _read(folder / FILE, self.num_samples, saved.get("reference"))
             for content, pairs in sets.items():
-                hash_of = saved.get("held_out", {}).get(content)
-                self.held_out[content] = _read(folder / HELD_OUT_FILE.format(content), len(pairs), hash_of)
+                self.held_out[content] = _read(folder / HELD_OUT_FILE.format(content), len(pairs), hashes[content])
             return
         self.reference = self._sums(self.pairs)
         self._keep(folder / FILE, self.reference)
@@ -75,7 +81,8 @@ class DPO(PairTask):
         found = getattr(self, "reference", None)  # not yet known where the state of a run to resume is compared
         if found is None:
             return {}
-        held_out = {content: _hash(values) for content, values in self.held_out.items()}
+        earlier = getattr(self, "_saved", {}).get("held_out", {})  # a set that is left out now may be given again
+        held_out = {**earlier, **{content: _hash(values) for content, values in self.held_out.items()}}
         return {"reference": _hash(found), **({"held_out": held_out} if held_out else {})}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -106,14 +113,14 @@ class DPO(PairTask):
 def _read(path: Path, num_pairs: int, saved_hash: str | None) -> NDArray[np.float32]:
     """Read the reference log-probabilities that a run has kept.
 
+    Args:
+        saved_hash: None where an earlier release did not save it.
+
     Raises:
         ConfigError: they are not there, or not those.
     """
     if not path.is_file():
-        raise ConfigError(
-            f"{path} is missing: reference log-probabilities of the run, or of a validation set that it began without; "
-            "start anew"
-        )
+        raise ConfigError(f"{path} is missing: reference log-probabilities of the run; restore it, or start anew")
     try:
         reference: NDArray[np.float32] = np.load(path, allow_pickle=False)
     except (OSError, EOFError, ValueError) as error:

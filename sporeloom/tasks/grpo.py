@@ -42,18 +42,27 @@ class GRPO(PolicyTask):
             *(level == "sequence-sum", config.loss_type == "cispo"),
         )
 
+    @property
+    def draws_per_round(self) -> int:
+        count: int = self.config.max_resamples + 1
+        return count
+
+    def describe(self) -> str:
+        unused = ", with draws that are skipped where nothing is to be replaced" if self.config.max_resamples else ""
+        return super().describe() + unused
+
     def rewarded(self, draw: int) -> tuple[list[SampledText], NDArray[np.float64]]:
         """Texts of a round. Where prompts are replaced, each round has its own draws, so that nothing depends on how many
         earlier ones took; the last draw's prompts fill up what is missing."""
         config, size = self.config, self.config.num_generations
         kept, rewards = list[SampledText](), list[float]()
-        first = draw * (config.max_resamples + 1)
+        first = draw * self.draws_per_round
         if not config.max_resamples:
             return super().rewarded(draw)
-        for number in range(config.max_resamples + 1):
+        for number in range(self.draws_per_round):
             texts, found = super().rewarded(first + number)
             missing = config.batch_size - len(kept)
-            differs = np.repeat(has_contrast(found, size), size)
+            differs = np.repeat(self._are_informative(texts, found), size)
             chosen = np.flatnonzero(differs)[:missing]
             if number == config.max_resamples and len(chosen) < missing:
                 others = np.flatnonzero(~differs)[: missing - len(chosen)]
@@ -77,17 +86,25 @@ class GRPO(PolicyTask):
         found = super().metrics(step, counts)
         if self.config.max_resamples:
             assert self.collected
-            share = has_contrast(self.collected.rewards, self.config.num_generations).mean()
+            share = self._are_informative(self.collected.texts, self.collected.rewards).mean()
             found["informative_groups"] = float(share)
         return found
+
+    def _are_informative(self, texts: Sequence[SampledText], rewards: NDArray[np.float64]) -> NDArray[np.bool_]:
+        """Whether each group teaches something: its rewards differ, and one of its texts is in the loss."""
+        size = self.config.num_generations
+        return has_contrast(rewards, size) & self.are_trained(texts).reshape(-1, size).any(1)
+
+    def are_trained(self, texts: Sequence[SampledText]) -> NDArray[np.bool_]:
+        if not self.config.mask_truncated_completions:
+            return super().are_trained(texts)
+        return np.array([text.has_ended for text in texts])
 
     def judged(
         self, found: Round, mask: NDArray[np.float32]
     ) -> tuple[NDArray[np.float32], NDArray[Any], Sequence[NDArray[Any]]]:
         config = self.config
-        trained = mask
-        if config.mask_truncated_completions:
-            trained = mask * np.array([[text.has_ended] for text in found.texts], np.float32)
+        trained = mask * self.are_trained(found.texts)[:, None]
         weights = token_weights(trained, config.loss_type, config.max_completion_length).astype(np.float32)
         rewards = found.rewards
         if config.reward_kl_coef:

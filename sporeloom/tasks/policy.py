@@ -92,8 +92,13 @@ class PolicyTask(Tuning):
         count: int = self.config.batch_size // self.config.texts_per_prompt
         return count
 
+    @property
+    def draws_per_round(self) -> int:
+        """Number of times that a round takes the next prompts."""
+        return 1
+
     def describe(self) -> str:
-        rounds = -(-self.config.steps // self.config.updates_per_round)
+        rounds = -(-self.config.steps // self.config.updates_per_round) * self.draws_per_round
         return f"{self.config.data}: {self.text}; {rounds * self.prompts_per_round / self.num_samples:.2f} epochs"
 
     def begin(self, step: TrainStep, steps_done: int) -> None:
@@ -194,9 +199,10 @@ class PolicyTask(Tuning):
     def metrics(self, step: int, counts: NDArray[np.float32] | None) -> dict[str, Any]:
         assert counts is not None and self.collected
         found, rewards = self.collected, self.collected.rewards
-        texts, tokens = found.texts, sum(len(text.tokens) for text in found.texts)
+        texts, lengths = found.texts, np.array([len(text.tokens) for text in found.texts])
+        tokens, trained = int(lengths.sum()), int(lengths[self.are_trained(texts)].sum())
         told = dict(zip(self.objective.metrics, map(float, counts), strict=True))
-        told |= {name: told[name] / tokens for name in (*Policy.metrics, *ValueLoss.metrics) if name in told}
+        told |= {name: told[name] / max(trained, 1) for name in (*Policy.metrics, *ValueLoss.metrics) if name in told}
         if found.old is not found.sampled:
             told["sampling_difference"] = float(np.abs(found.old - found.sampled).sum() / tokens)
         groups = rewards.reshape(-1, self.config.texts_per_prompt)
@@ -208,6 +214,10 @@ class PolicyTask(Tuning):
         }
         meaningless = {"kl": not self.config.has_reference, "sampling_difference": self.config.temperature != 1}
         return {name: value for name, value in told.items() if not meaningless.get(name)}
+
+    def are_trained(self, texts: Sequence[SampledText]) -> NDArray[np.bool_]:
+        """Whether each text is in the loss."""
+        return np.ones(len(texts), np.bool_)
 
     def state(self) -> dict[str, Any]:
         """The round in progress, if it is not over."""

@@ -10,6 +10,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
+from glob import glob
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,9 +33,14 @@ OWN = (
     "summary.json",
     "history.json",
     "tensorboard",
+    "samples.jsonl",
+    "profile.json",
+    "profile",
+    ".profile_parts",
     "reference.npy",
+    "reference-*.npy",
 )
-"""Files that a run writes to its folder, except logs and data that it can generate again."""
+"""Patterns of the files that a run writes to its folder, except logs and data that it can generate again."""
 BY_DEFAULT = re.compile(r"\d{8}-\d{6}-.+")
 
 
@@ -82,7 +88,9 @@ def _new(name: str) -> Path:
 
 def earlier_run(folder: Path) -> list[str]:
     """List the files that an earlier run left in the folder."""
-    return [name for name in OWN if os.path.lexists(folder / name)]  # False where Path.exists would raise
+    if not os.path.isdir(folder):  # False where Path.is_dir would raise
+        return []
+    return [name for pattern in OWN for name in sorted(glob(pattern, root_dir=folder))]
 
 
 def folder_problems(config: RunFlags, reads: Iterator[Path]) -> Iterator[str]:
@@ -104,7 +112,7 @@ def folder_problems(config: RunFlags, reads: Iterator[Path]) -> Iterator[str]:
 
 def clear(folder: Path) -> None:
     """Remove an earlier run that is replaced; other files stay."""
-    for name in OWN:
+    for name in earlier_run(folder):
         path = folder / name
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +47,15 @@ class Profile:
             TRACE.begin()
         self._begin = now()
 
-    def end_step(self, step: int, is_last: bool) -> None:
-        """Write the profile after the last of the steps, or of the run."""
-        if not self._is_on:
-            return
+    def end_step(self, step: int) -> None:
+        """Write the profile after the last of the steps."""
         TRACE.add("loop", f"step {step}", self._begin)
-        if step >= self.steps[-1] or is_last:
+        if step >= self.steps[-1]:
+            self.finish()
+
+    def finish(self) -> None:
+        """Write what is recorded, if anything is: the run may end before the last of the steps."""
+        if self._is_on:
             self._write(TRACE.end())
 
     @property
@@ -112,20 +116,26 @@ def segments(spans: Sequence[Span]) -> Iterator[Span]:
         yield Span("graph", f"{graph.name}, after {after}", begin, graph.end)
 
 
-def describe(ranks: Any) -> str:
-    """Shares of the steps' time, means over ranks."""
-    spans = [span for each in ranks for span in each]
-    seconds = {
-        kind: sum(span.end - span.begin for span in spans if test(span))
-        for kind, test in {
-            "steps": lambda span: span.kind == "loop" and span.name.startswith("step "),
-            "graphs": lambda span: span.kind == "graph",
-            "communication": lambda span: span.kind == "communication",
-            "waiting": lambda span: span.kind == "wait",
-        }.items()
-    }
-    # Messages between stages are outside of graphs, collectives inside.
-    inside = sum(span.end - span.begin for each in ranks for span in segments(each))
-    total = seconds["steps"] or 1.0
-    told = {"compute": inside or seconds["graphs"], **{name: seconds[name] for name in ("communication", "waiting")}}
-    return ", ".join(f"{name} {value / total:.0%}" for name, value in told.items())
+def describe(ranks: Iterable[Sequence[Span]]) -> str:
+    """Shares of the steps' time, means over ranks. What is between steps, as validation, does not count."""
+    seconds = dict.fromkeys(("steps", "compute", "communication", "waiting"), 0.0)
+    for spans in ranks:
+        steps = [span for span in spans if span.kind == "loop" and span.name.startswith("step ")]
+        inside = list(within(spans, steps))
+        messages = [span for span in inside if span.kind == "communication"]
+        waits = within([span for span in inside if span.kind == "wait"], messages)  # others are of data or agreements
+        # Messages between stages are outside of graphs, collectives inside.
+        for kind, found in zip(seconds, (steps, segments(inside), messages, waits), strict=True):
+            seconds[kind] += sum(span.end - span.begin for span in found)
+    total = seconds.pop("steps") or 1.0
+    return ", ".join(f"{kind} {value / total:.0%}" for kind, value in seconds.items())
+
+
+def within(spans: Sequence[Span], others: Sequence[Span]) -> Iterator[Span]:
+    """The spans that are inside of one of `others`, which do not overlap."""
+    ordered = sorted(others, key=lambda span: span.begin)
+    begins = [span.begin for span in ordered]
+    for span in spans:
+        place = bisect_right(begins, span.begin) - 1
+        if place >= 0 and span.end <= ordered[place].end:
+            yield span

@@ -48,6 +48,8 @@ class Samples:
     ):
         self.engine, self.net, self.sampler = engine, net, sampler
         self.prompts, self.path, self.every = prompts, folder / FILE, every
+        self.last_step: int | None = None
+        """The step after which samples were written last."""
 
     def is_due(self, step: int, last: int) -> bool:
         """Whether to sample after `step`."""
@@ -59,6 +61,7 @@ class Samples:
         Raises:
             ConfigError: they cannot be written.
         """
+        self.last_step = step
         self.engine.refresh(self.net, self.net.parallel_report)
         found = self.sampler.sample(step)
         if not self.engine.is_log_rank:

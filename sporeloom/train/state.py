@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -26,6 +27,7 @@ UNSAID = {
     **{"schedule": "cosine", "random_ltd": None, "packing": "stream", "curriculum": None},
     **{"advantage": "group", "reward_kl_coef": 0.0, "ema_decay": 0.0},
     **{"max_resamples": 0, "overlong_buffer": 0, "overlong_penalty": 1.0, "mask_truncated_completions": False},
+    "lmbda": 0.0,
 }
 """Values of settings that checkpoints of earlier releases do not name."""
 SCHEDULE = ("learning_rate", "min_learning_rate", "warmup_steps", "decay_steps")
@@ -101,11 +103,9 @@ def resume(training: Training) -> int:
     if wrong := [*config.schedule_step_problems(*(getattr(run, name) for name in SCHEDULE))]:
         raise ConfigError(wrong)
     changed = [
-        f"{folder}: {part} {name} was {theirs[part].get(name)}, is {value}"
+        f"{folder}: {part} {difference}"
         for part in ("model", "data", "optimizer", "lora")
-        for name, value in _plain(mine[part]).items()
-        if name != "attention"  # the kernel may be another, as the mesh may
-        if (theirs.get(part) or {}).get(name, UNSAID.get(name)) != value
+        for difference in differences(theirs.get(part) or {}, _plain(mine[part]), both_ways=part == "data")
     ]
     if manifest.step > config.steps:
         changed.append(f"{folder}: {manifest.step} steps are done, --steps {config.steps} leaves none")
@@ -115,6 +115,18 @@ def resume(training: Training) -> int:
     _take_up(training, folder, manifest)
     training.say(f"resumed after step {manifest.step} from {folder}")
     return manifest.step
+
+
+def differences(theirs: dict[str, Any], mine: dict[str, Any], both_ways: bool) -> Iterator[str]:
+    """Settings that differ, with their values in a checkpoint and now.
+
+    Args:
+        both_ways: also of settings that only the checkpoint has.
+    """
+    for name in [*mine, *(name for name in theirs if both_ways and name not in mine)]:
+        was, value = (each.get(name, UNSAID.get(name)) for each in (theirs, mine))
+        if was != value and name != "attention":  # the kernel may be another, as the mesh may
+            yield f"{name} was {was}, is {value}"
 
 
 def _saved_schedule(folder: Path, manifest: Manifest) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from sporeloom.train.optim import set_number
 from sporeloom.train.rerun import run_twice
 from sporeloom.train.run_summary import FILE as SUMMARY
 from sporeloom.train.run_summary import PeakMemory, describe, write_summary
+from sporeloom.train.samples import Samples
 from sporeloom.train.saving import Saver, averaged_weights, begin_averages, start_from, versions
 from sporeloom.train.spikes import parse_steps
 from sporeloom.train.start import Training, compile_for, start
@@ -44,6 +45,7 @@ from sporeloom.train.validation import Validation
 FLOAT32_BYTES = 4
 LEFTOVERS = (
     ".checkpoint_parts-*",
+    ".profile_parts",
     ".*checkpoint.*.partial",
     ".*checkpoint.replaced",
     ".*.json.*.partial",
@@ -118,8 +120,7 @@ def _steps_and_model(training: Training, trackers: list[Tracker], saver: Saver, 
             done, first, last = run_steps(training, writer, saver, steps_done)
     else:
         done, first, last = run_steps(training, None, saver, steps_done)
-    is_stopped_early = training.validation is not None and training.validation.best.is_over
-    is_done = done == config.steps or is_stopped_early
+    is_done = _is_over(training, done)
     with training.times.measure("checkpoint"):
         if is_done and (config.save_every or config.save_minutes):
             saver.save(done)
@@ -195,13 +196,13 @@ def run_steps(
                 training.profile.begin_step(step)
             metrics = _one_step(training, step)
             if training.profile:
-                training.profile.end_step(step, step == run.config.steps)
+                training.profile.end_step(step)
             is_spike = guard is not None and training.engine.broadcast_value(guard.is_spike(metrics.loss), log_rank)
             if training.validation and not is_spike and training.validation.is_due(step, run.config.steps):
                 metrics = _validated(training, training.validation, metrics, saver)
-            if training.samples and not is_spike and training.samples.is_due(step, run.config.steps):
-                with training.times.measure("evaluation"):
-                    training.samples.write(step)
+            last_step = step if _is_over(training, step) else run.config.steps
+            if training.samples and not is_spike and training.samples.is_due(step, last_step):
+                _sample(training, training.samples, step)
             with saver.saving_after_an_error(step):
                 if writer:
                     writer.write(metrics)
@@ -214,7 +215,21 @@ def run_steps(
             is_stopped = saver.after_step(step)
         if is_stopped:
             break
+    if training.profile:
+        training.profile.finish()
+    if training.samples and steps_done < step == run.config.steps and training.samples.last_step != step:
+        _sample(training, training.samples, step)  # the last step was skipped, or lost at a spike
     return step, first, last
+
+
+def _is_over(training: Training, step: int) -> bool:
+    """Whether the run ends after `step`, also early."""
+    return step == training.run.config.steps or (training.validation is not None and training.validation.best.is_over)
+
+
+def _sample(training: Training, samples: Samples, step: int) -> None:
+    with training.times.measure("evaluation"):
+        samples.write(step)
 
 
 def _one_step(training: Training, step: int) -> StepMetrics:

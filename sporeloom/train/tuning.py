@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from sporeloom.align.advantages import KL, LossType, Scale
+from sporeloom.align.reward_server import address_problem, is_url
 from sporeloom.align.rewards import RESERVED, reserved_problem
 from sporeloom.checkpoint.model_folder import load_config
 from sporeloom.core.command_line import option
@@ -253,6 +254,7 @@ class PolicyConfig(TuningConfig):
             yield "no reward: give --reward FILE.py:FUNCTION, or --reward-model CHECKPOINT"
         if not self.allow_execution and any(name.startswith("humaneval-x:") for name in self.reward):
             yield "--reward humaneval-x:... runs programs that a model wrote: give --allow-execution, too"
+        yield from (problem for name in self.reward if is_url(name) and (problem := address_problem(name)))
         if self.reward_model:
             yield from self._reward_model_problems(self.reward_model)
 
@@ -295,6 +297,9 @@ class PolicyConfig(TuningConfig):
         return 1
 
 
+EPSILON = 0.2
+
+
 @dataclass(frozen=True, kw_only=True)
 class GRPOConfig(PolicyConfig):
     """Group relative policy optimization: `sporeloom grpo`."""
@@ -307,7 +312,10 @@ class GRPOConfig(PolicyConfig):
     num_iterations: Count = option(1, "number of updates on the same sampled texts")
     beta: NotNegative = option(0.0, "coefficient of the KL divergence from the initial model in the loss")
     kl_estimator: KL = option("k3", "estimator of that KL divergence")
-    epsilon: Rate = option(0.2, "clipping range below: probability ratios are clipped at 1 - this")
+    epsilon: Rate = option(
+        EPSILON,
+        "clipping range below: probability ratios are clipped at 1 - this; cispo clips only above: --epsilon-high",
+    )
     epsilon_high: NotNegative | None = option(
         None, "clipping range above: probability ratios are clipped at 1 + this (default: --epsilon)"
     )
@@ -320,7 +328,7 @@ class GRPOConfig(PolicyConfig):
     max_resamples: Natural = option(
         0,
         "number of times that prompts whose texts all have the same reward are replaced by other prompts in a step (DAPO's "
-        "dynamic sampling); 0: never",
+        "dynamic sampling), and of draws of prompts that each step has for that, skipped where it needs fewer; 0: never",
     )
     overlong_buffer: Natural = option(
         0,
@@ -358,6 +366,11 @@ class GRPOConfig(PolicyConfig):
         if self.loss_type == "cispo" and self.importance_sampling_level != "token":
             level = self.importance_sampling_level
             yield f"--loss-type cispo has one ratio a token; leave --importance-sampling-level {level} out"
+        if self.loss_type == "cispo" and self.epsilon != EPSILON and self.epsilon_high is not None:
+            yield (
+                f"--loss-type cispo clips only above, at 1 + --epsilon-high {self.epsilon_high:g}; leave --epsilon "
+                f"{self.epsilon:g} out"
+            )
         if self.advantage == "leave-one-out" and self.scale_rewards == "group":
             yield "--advantage leave-one-out is not divided by a deviation of the group: give --scale-rewards none or batch"
 

@@ -113,7 +113,7 @@ def test_a_resumed_run_compares_with_the_reference_that_it_began_with(files, tmp
     shutil.rmtree(out / "checkpoint")
     outcome = tool("tools/dpo.py", *arguments, *more)
     assert outcome.code == 2
-    assert "reference log-probabilities of the run, or of a validation set that it began without" in outcome.output
+    assert "is missing: reference log-probabilities of the run" in outcome.output
 
 
 def test_lines_that_are_not_those_of_the_task_are_refused(files, tmp_path):

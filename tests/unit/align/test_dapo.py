@@ -16,7 +16,7 @@ from sporeloom.align.rewards import load_reward, rewards_of
 from sporeloom.core.errors import ConfigError
 from sporeloom.nn.objectives import Policy
 from sporeloom.tasks.grpo import GRPO
-from sporeloom.tasks.policy import PolicyTask
+from sporeloom.tasks.policy import PolicyTask, Round
 from sporeloom.tasks.rollouts import SampledText
 from sporeloom.train.tuning import GRPOConfig
 
@@ -93,6 +93,54 @@ def test_texts_that_were_cut_off_are_left_out_of_the_loss(monkeypatch):
     assert advantages[0, 0] > 0 > advantages[2, 0]  # the rewards of all texts still count in their groups
 
 
+CUT_OFF = [True, False, True, False, False, False, True, True]
+"""Whether each of eight texts ended: their groups of two are half, half, not, and entirely in the loss."""
+
+
+def test_metrics_of_tokens_are_means_over_those_in_the_loss(monkeypatch):
+    texts = [SampledText(0, [1] * (place + 1), [], has_ended) for place, has_ended in enumerate(CUT_OFF)]
+    rewards, arrays = np.array([0.0, 1, 1, 1, 0, 1, 1, 0]), np.zeros((8, 8), np.float32)
+    for is_masked, num_tokens, informative in ((True, 1 + 3 + 7 + 8, 2 / 4), (False, 36, 3 / 4)):
+        made = task({}, monkeypatch, batch_size=8, max_resamples=1, mask_truncated_completions=is_masked)
+        made.collected = Round(0, texts, rewards, arrays, arrays, arrays, arrays)
+        found = made.metrics(0, np.array([1.0, 2.0, 3.0, 4.0, 5.0], np.float32))
+        assert found["clip_fraction"] == pytest.approx(1 / num_tokens)
+        assert found["entropy"] == pytest.approx(5 / num_tokens)
+        assert found["completion_length"] == 36 / 8 and found["ended"] == 4 / 8
+        assert found["informative_groups"] == informative
+
+
+def test_a_group_that_was_cut_off_is_replaced_though_its_rewards_differ(monkeypatch):
+    draws = {
+        2: ([0, 1, 0, 1], [False, False, True, False]),  # rewards, and whether the texts ended
+        3: ([1, 0, 1, 1], [False, True, True, True]),
+    }
+    for is_masked, places in ((True, [[2, 2], [2, 3], [3, 0], [3, 1]]), (False, [[2, 0], [2, 1], [2, 2], [2, 3]])):
+        made = task({}, monkeypatch, max_resamples=1, mask_truncated_completions=is_masked)
+
+        def rewarded(self, draw):
+            rewards, ended = draws[draw]
+            texts = [SampledText(0, [draw, place], [], has_ended) for place, has_ended in enumerate(ended)]
+            return texts, np.array(rewards, float)
+
+        monkeypatch.setattr(PolicyTask, "rewarded", rewarded)
+        assert [text.tokens for text in made.rewarded(1)[0]] == places
+
+
+@pytest.mark.parametrize(("resamples", "epochs"), [(0, "2.50 epochs"), (2, "7.50 epochs, with draws that are skipped")])
+def test_epochs_are_of_all_draws(monkeypatch, resamples, epochs):
+    made = task({}, monkeypatch, max_resamples=resamples, steps=10, num_iterations=2)
+    made.text, made.num_samples = "4 prompts", 4  # 5 rounds of 2 prompts
+    assert f"4 prompts; {epochs}" in made.describe()
+
+
+def test_cispo_has_no_bound_below():
+    told = "--loss-type cispo clips only above, at 1 + --epsilon-high 4; leave --epsilon 0.1 out"
+    assert told in [*config(loss_type="cispo", epsilon=0.1, epsilon_high=4.0).problems()]
+    for flags in ({"epsilon": 0.1}, {"epsilon_high": 4.0}):  # without --epsilon-high it is the bound above
+        assert told[:36] not in "\n".join(config(loss_type="cispo", **flags).problems())
+
+
 def test_settings_that_contradict_each_other_are_refused():
     found = "\n".join(config(overlong_buffer=9, loss_type="cispo", importance_sampling_level="sequence").problems())
     assert "--overlong-buffer 9 is longer than --max-completion-length 8" in found
@@ -150,3 +198,17 @@ def test_a_server_that_is_not_there_is_named(server):
         asked("http://127.0.0.1:9/score")
     with pytest.raises(ConfigError, match="an address without a host"):
         load_reward("http:///score")
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://[::1", "http://h:abc/", "http://h:99999/x", "http://h/a b", "http://h/\u00e4", "https://:80/x", "http://"],
+)
+def test_what_is_no_address_is_refused_before_anything_is_compiled(url):
+    (told,) = (
+        problem for problem in config(reward=(url, "http://127.0.0.1:9/a%20b?c=d")).problems() if "--reward" in problem
+    )
+    assert told.startswith((f"--reward {url}: ", f"--reward {url!r}: "))
+    with pytest.raises(ConfigError) as error:
+        load_reward(url)
+    assert error.value.problems == [told]

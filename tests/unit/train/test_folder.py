@@ -62,7 +62,7 @@ def test_two_in_one_second_are_two(here, monkeypatch):
 def test_an_earlier_run_is_not_replaced(here, name):
     finished("old", name)
     with pytest.raises(
-        ConfigError, match=f"--output-dir old: contains {name} of an earlier run; continue it with --resume"
+        ConfigError, match=re.escape(f"--output-dir old: contains {name} of an earlier run; continue it with --resume")
     ):
         checked("--output-dir", "old")
     assert checked("--output-dir", "old", "--overwrite").output_dir == Path("old")
@@ -83,9 +83,9 @@ def test_what_a_run_begins_with_is_not_removed(here):
 
 
 def test_to_replace_clears_the_run_and_nothing_else(here):
-    folder = finished("old", *OWN, "logs", "notes.txt")
+    folder = finished("old", *OWN, "reference-0123456789abcdef.npy", "logs", "notes.txt", "my_samples.jsonl")
     clear(folder)
-    assert sorted(os.listdir(folder)) == ["logs", "notes.txt"]
+    assert sorted(os.listdir(folder)) == ["logs", "my_samples.jsonl", "notes.txt"]
 
 
 def step(folder):

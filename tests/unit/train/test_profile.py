@@ -26,6 +26,21 @@ def test_segments_are_what_is_left_of_graphs_without_their_collectives():
     assert describe([SPANS]) == "compute 50%, communication 30%, waiting 5%"
 
 
+def test_shares_are_of_what_is_inside_of_steps():
+    outside = [
+        Span("loop", "validation", 20.0, 29.0),
+        Span("graph", "program 1", 20.0, 29.0),
+        Span("communication", "AllReduce", 21.0, 28.0),
+        Span("wait", "for rank 1", 21.0, 28.0),
+        Span("wait", "for rank 1", 10.0, 11.0),  # of the batch, not of a message
+        Span("loop", "step 4", 30.0, 40.0),
+        Span("graph", "program 0", 30.0, 40.0),
+    ]
+    assert describe([SPANS + outside]) == "compute 75%, communication 15%, waiting 2%"
+    assert describe([SPANS, SPANS[::-1]]) == describe([SPANS])
+    assert describe([[]]) == "compute 0%, communication 0%, waiting 0%"
+
+
 def test_a_trace_has_a_process_for_each_rank_on_one_clock():
     later = [Span("loop", "step 3", 10.5, 21.0)]
     events = chrome_trace({0: SPANS, 1: later})["traceEvents"]

@@ -37,7 +37,7 @@ class Service:
     """
 
     state, failure, progress, num_waiting = "ready", "", "", 0
-    load = SimpleNamespace(running=0, used_slots=0.0, reused_tokens=0)
+    load = SimpleNamespace(running=0, used_slots=0.0, reused_tokens=0, drafts=0, drafted=0, accepted=0)
 
     def __init__(self, folder: Path, says: str = "", file_keys=(), **flags):
         glm4_files(folder)
@@ -49,7 +49,7 @@ class Service:
         self.job = ServeJob(
             config, "codegeex", SimpleNamespace(seq_len=4096), SINGLE_DEVICE, models, file_keys=file_keys
         )
-        self.says, self.wanted, self.app = says, [], build_app(self)
+        self.says, self.wanted, self.waiting, self.app = says, [], {}, build_app(self)
 
     def submit(self, wanted, notify):
         self.wanted.append(wanted)
@@ -64,6 +64,9 @@ class Service:
 
     def cancel(self, ticket):
         pass
+
+    def waiting_clients(self):
+        return self.waiting
 
     def prompt(self) -> str:
         """The last prompt."""

@@ -69,7 +69,7 @@ class Request:
     """Only requests with the same one reuse what each other's prompts left in caches."""
 
     client: int = 0
-    """Number of its client; clients reuse nothing of each other, as its speed would tell what another one sent."""
+    """Number of its client; clients reuse nothing of each other, as its speed would show what another one sent."""
 
     @property
     def owner(self) -> tuple[int, int, str]:

@@ -63,7 +63,7 @@ class GenerationRequest:
     processors: tuple[Processor, ...] = ()
     """Processors of its logits, on the rank with the server, which is the one that chooses tokens."""
     priority: int = 0
-    """Of a client's texts those with lower numbers get a row first."""
+    """Texts of a client with lower numbers get a row first."""
     client: int = 0
     """Number of the client's key; clients take turns, and share no prefix cache."""
 

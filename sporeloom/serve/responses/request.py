@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,10 +104,13 @@ def _check_numbers(value: Any, name: str) -> None:
     """Raises:
     RequestError: a number that no JSON can repeat.
     """
-    try:
-        json.dumps(value, allow_nan=False)
-    except ValueError:
-        raise RequestError(400, f"{name} holds NaN or infinity, which JSON does not have", name) from None
+    waiting = [value]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, float) and not math.isfinite(part):
+            raise RequestError(400, f"{name} holds NaN or infinity, which JSON does not have", name)
+        if isinstance(part, list | dict):
+            waiting += part.values() if isinstance(part, dict) else part
 
 
 def _refuse_unsupported(fields: Fields) -> None:

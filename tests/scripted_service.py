@@ -49,7 +49,7 @@ class Service:
         self.job = ServeJob(
             config, "codegeex", SimpleNamespace(seq_len=4096), SINGLE_DEVICE, models, file_keys=file_keys
         )
-        self.says, self.wanted, self.app = says, [], build_app(self)
+        self.says, self.wanted, self.waiting, self.app = says, [], {}, build_app(self)
 
     def submit(self, wanted, notify):
         self.wanted.append(wanted)
@@ -64,6 +64,9 @@ class Service:
 
     def cancel(self, ticket):
         pass
+
+    def waiting_clients(self):
+        return self.waiting
 
     def prompt(self) -> str:
         """The last prompt."""

@@ -68,10 +68,13 @@ class Request:
     cache_salt: str = ""
     """Only requests with the same one reuse what each other's prompts left in caches."""
 
+    client: int = 0
+    """Number of its client; clients reuse nothing of each other, as its speed would show what another one sent."""
+
     @property
-    def owner(self) -> tuple[int, str]:
+    def owner(self) -> tuple[int, int, str]:
         """Identity of the requests that may reuse what its prompt leaves in caches."""
-        return self.adapter, self.cache_salt
+        return self.adapter, self.client, self.cache_salt
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,12 @@ import hashlib
 import re
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sporeloom.serve.fields import RequestError, shown
 from sporeloom.serve.hosts import DEFAULT_PORTS, AllowedHosts, AllowedOrigins, HostPort, parse_host, parse_origin
+from sporeloom.serve.json_response import JsonResponse
 
 SECURITY_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
@@ -50,7 +51,7 @@ class AccessControl:
             if cross_origin and scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
                 answer = _preflight(headers)
         except RequestError as error:
-            answer = JSONResponse(error.body, error.status, error.headers)
+            answer = JsonResponse(error.body, error.status, error.headers)
         await answer(scope, receive, send_with_headers)
 
     def _host(self, headers: Headers) -> HostPort:

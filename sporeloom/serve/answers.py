@@ -218,7 +218,7 @@ class Answer(ABC):
 
     def event(self, value: dict[str, Any]) -> str:
         """An event as it is sent."""
-        return f"data: {json_text(value, ensure_ascii=False)}\n\n"
+        return f"data: {json_text(value)}\n\n"
 
     end = "data: [DONE]\n\n"
     """Line that follows the last event."""

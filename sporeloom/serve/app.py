@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from sporeloom.core.errors import ConfigError
@@ -35,6 +35,7 @@ from sporeloom.serve.bodies import Bodies
 from sporeloom.serve.config import ServedModel, ServeJob
 from sporeloom.serve.fields import Fields, RequestError, shown, token_ids
 from sporeloom.serve.hosts import AllowedHosts, AllowedOrigins
+from sporeloom.serve.json_response import JsonResponse
 from sporeloom.serve.messages import read_messages, read_tools, read_variables
 from sporeloom.serve.metrics import Metrics
 from sporeloom.serve.prepare import (
@@ -115,7 +116,7 @@ async def _not_here(request: Request, error: Exception) -> Response:
 def _error(request: Request, error: RequestError) -> Response:
     """An error in the form of the API that was asked."""
     is_anthropic = request.scope["path"].startswith(MESSAGES_PATH)
-    return JSONResponse(error_body(error) if is_anthropic else error.body, error.status, error.headers)
+    return JsonResponse(error_body(error) if is_anthropic else error.body, error.status, error.headers)
 
 
 class Server:
@@ -159,7 +160,8 @@ class Server:
         Raises:
             RequestError: it sends none of the keys.
         """
-        keys, request.state.client = self.job.api_keys, 0
+        keys = self.job.api_keys
+        request.state.client = None if keys else 0
         if not keys or request.scope["path"] in OPEN_PATHS:
             return
         given = request.headers.get("authorization") or f"Bearer {request.headers.get('x-api-key', '')}"
@@ -180,24 +182,24 @@ class Server:
 
     async def health(self, request: Request) -> Response:
         if self.service.state == "ready":
-            return JSONResponse({"status": "ok"})
+            return JsonResponse({"status": "ok"})
         said = self.service.failure or self.service.progress or self.service.state
         error = {"message": said, "type": "unavailable_error", "param": None, "code": 503}
-        return JSONResponse({"status": self.service.state, "error": error}, 503, {"Retry-After": "1"})
+        return JsonResponse({"status": self.service.state, "error": error}, 503, {"Retry-After": "1"})
 
     async def live(self, request: Request) -> Response:
         """Answer whether the process works, also while it loads; if not, it should be started anew."""
         status = 503 if self.service.state == "failed" else 200
-        return JSONResponse({"status": self.service.state}, status)
+        return JsonResponse({"status": self.service.state}, status)
 
     async def metrics_text(self, request: Request) -> Response:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._described(model) for model in self.job.models]})
+        return JsonResponse({"object": "list", "data": [self._described(model) for model in self.job.models]})
 
     async def one_model(self, request: Request) -> Response:
-        return JSONResponse(self._described(self._named(request.path_params["name"])))
+        return JsonResponse(self._described(self._named(request.path_params["name"])))
 
     def _described(self, model: ServedModel) -> dict[str, Any]:
         return {
@@ -219,7 +221,7 @@ class Server:
     async def tokenizer_info(self, request: Request) -> Response:
         tokenizer = self.job.models[0].tokenizer
         eos = token_text(tokenizer, tokenizer.eod_id)
-        return JSONResponse({"tokenizer_class": type(tokenizer).__name__, "eos_token": eos, "bos_token": None})
+        return JsonResponse({"tokenizer_class": type(tokenizer).__name__, "eos_token": eos, "bos_token": None})
 
     async def tokenize(self, request: Request) -> Response:
         fields = await self.bodies.read(request)
@@ -237,7 +239,7 @@ class Server:
             raise RequestError(400, "prompt is missing", "prompt")
         else:
             tokens = model.tokenizer.encode(text)
-        return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": self.job.max_model_len})
+        return JsonResponse({"tokens": tokens, "count": len(tokens), "max_model_len": self.job.max_model_len})
 
     async def detokenize(self, request: Request) -> Response:
         fields = await self.bodies.read(request)
@@ -257,7 +259,7 @@ class Server:
         return await self._converse(request, _read_chat, ChatAnswer)
 
     async def responses(self, request: Request) -> Response:
-        read = partial(read_response_request, store=self.store)
+        read = partial(read_response_request, store=self.store, client=request.state.client)
         return await self._converse(request, read, partial(ResponsesAnswer, store=self.store), RESPONSES_NAMES)
 
     async def messages(self, request: Request) -> Response:
@@ -291,17 +293,17 @@ class Server:
         asked, model, _ = await self._conversation(request, read, MESSAGES_NAMES)
         with renamed(MESSAGES_NAMES):
             prompt = await self._rendering.run(chat_request_tokens, model, asked)
-        return JSONResponse({"input_tokens": len(prompt.tokens)})
+        return JsonResponse({"input_tokens": len(prompt.tokens)})
 
     async def one_response(self, request: Request) -> Response:
         if request.query_params:
             raise RequestError(400, "a stored response is returned complete: send no parameters")
-        return JSONResponse(self.store.get(request.path_params["name"]).body)
+        return JsonResponse(self.store.get(request.path_params["name"], request.state.client).body)
 
     async def delete_response(self, request: Request) -> Response:
         name = request.path_params["name"]
-        self.store.delete(name)
-        return JSONResponse({"id": name, "object": "response", "deleted": True})
+        self.store.delete(name, request.state.client)
+        return JsonResponse({"id": name, "object": "response", "deleted": True})
 
     def _model(self, fields: Fields) -> ServedModel:
         """Find the model of the request; the checkpoint's where it names none.
@@ -328,10 +330,20 @@ class Server:
             said = self.service.failure or self.service.progress or "the server is stopping"
             raise RequestError(503, said, headers={"Retry-After": "1"})
 
+    def _check_queue(self, client: int, count: int) -> None:
+        """Raises:
+        RequestError: no room for so many texts; of several clients that wait each has an equal part of the queue.
+        """
+        waiting, most = self.service.num_waiting, self.job.max_texts
+        if len(self.job.api_keys) > 1:
+            by_client = self.service.waiting_clients()
+            waiting, most = by_client.get(client, 0), max(1, most // len({client, *by_client}))
+        if waiting + count > most:
+            raise too_many("requests wait")
+
     async def _answer(self, request: Request, asked: ApiRequest, prepared: PreparedRequest, form: Answer) -> Response:
         prompts, choices = prepared.prompts, prepared.choices
-        if self.service.num_waiting + len(choices) > self.job.max_texts:
-            raise too_many("requests wait")
+        self._check_queue(request.state.client, len(choices))
         request.state.texts = texts = RequestStream(
             self.service, self.metrics, form.model, asked, choices, prepared.rooms, request.state.client
         )
@@ -349,7 +361,7 @@ class Server:
             made.cancel()
             with contextlib.suppress(asyncio.CancelledError, RequestError):
                 await made
-        return await self._tokenizing.run(lambda: JSONResponse(form.whole(prompts, choices)))
+        return await self._tokenizing.run(lambda: JsonResponse(form.whole(prompts, choices)))
 
 
 def _read_chat(fields: Fields, model: ServedModel) -> ChatRequest:
@@ -360,7 +372,7 @@ def _detokenized(fields: Fields, tokenizer: Tokenizer) -> Response:
     given = fields.take("tokens", list)
     if given is None:
         raise RequestError(400, "tokens is missing", "tokens")
-    return JSONResponse({"prompt": tokenizer.decode(list(token_ids(given, "tokens", tokenizer.vocab_size)))})
+    return JsonResponse({"prompt": tokenizer.decode(list(token_ids(given, "tokens", tokenizer.vocab_size)))})
 
 
 _NO_BUFFER = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}

@@ -150,16 +150,19 @@ def finished_ids(path: Path) -> list[str]:
     """
     if not path.exists():
         return []
-    text = decode_text(path)
-    whole, _, cut = text.rpartition("\n")
+    try:
+        whole, end, cut = path.read_bytes().rpartition(b"\n")  # it may be cut within a character
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    found = list(_ids(path, whole)) if whole else []
     if cut:
         with path.open("r+b") as file:
-            file.truncate(len((whole + "\n").encode()) if whole else 0)
-    return list(_ids(path, whole)) if whole else []
+            file.truncate(len(whole) + len(end))
+    return found
 
 
-def _ids(path: Path, text: str) -> Iterator[str]:
-    for number, line in enumerate(text.split("\n"), 1):
+def _ids(path: Path, lines: bytes) -> Iterator[str]:
+    for number, line in enumerate(lines.split(b"\n"), 1):
         try:
             yield json.loads(line)["custom_id"]
         except (ValueError, KeyError, TypeError):

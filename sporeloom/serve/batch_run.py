@@ -101,7 +101,7 @@ class Writer:
                 status, body = await task
                 if status == STOPPING:
                     break
-                file.write(json_text(_line(request, status, body), ensure_ascii=False) + "\n")
+                file.write(json_text(_line(request, status, body)) + "\n")
                 file.flush()
                 self.num_written += 1
                 self.num_failed += status != 200

@@ -96,12 +96,16 @@ def reasoning_tokens(choice: Choice) -> int:
     if parser is None or parser.form.reasoning is None:
         return 0
     markers, calls = parser.form.reasoning, parser.form.calls
-    ends = [markers.end.encode()]
+    start, ends = markers.start.encode(), [markers.end.encode()]
     if calls and calls.ends_reasoning:
         ends.append(calls.markers.start.encode())
-    text = markers.start.encode() if parser.began_in_reasoning else b""
+    text, overlap = bytearray(start if parser.began_in_reasoning else b""), max(map(len, ends)) - 1
     for count, token in enumerate(choice.completion.tokens, 1):
-        text += choice.token_bytes(token)
-        if text.lstrip().startswith(markers.start.encode()) and any(end in text for end in ends):
+        new = choice.token_bytes(token)
+        searched = max(0, len(text) - overlap)  # an end may have begun in the tokens before
+        text += new if text else new.lstrip()
+        if len(text) >= len(start) and not text.startswith(start):
+            return 0
+        if text.startswith(start) and any(text.find(end, searched) >= 0 for end in ends):
             return count
-    return len(choice.completion.tokens) if text.lstrip().startswith(markers.start.encode()) else 0
+    return len(choice.completion.tokens) if text.startswith(start) else 0

@@ -18,7 +18,6 @@ from typing import Any
 
 import h11
 import uvicorn
-from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -26,6 +25,7 @@ from sporeloom.core.json_text import json_text
 from sporeloom.core.log import LogBudget
 from sporeloom.serve.bodies import BODY_TIMEOUT_S
 from sporeloom.serve.fields import RequestError
+from sporeloom.serve.json_response import JsonResponse
 
 HEAD_TIMEOUT_S = 10.0
 """Seconds from the first byte of a request, or from the connection, to the end of its headers."""
@@ -55,7 +55,7 @@ _TOO_MANY = RequestError(503, "too many connections; try again later", headers={
 async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
     """The application of refused connections."""
     headers = {**_TOO_MANY.headers, "Connection": "close"}
-    await JSONResponse(_TOO_MANY.body, _TOO_MANY.status, headers)(scope, receive, send)
+    await JsonResponse(_TOO_MANY.body, _TOO_MANY.status, headers)(scope, receive, send)
 
 
 class TimedProtocol(H11Protocol):

@@ -35,8 +35,11 @@ class RequestLog:
 
         try:
             await self.app(scope, receive, noted)
+        except Exception:  # the server answers it outside of this middleware
+            status = status or 500
+            raise
         finally:
-            path = scope["path"]
+            path = _route(scope)
             if not (path in QUIET and status == 200):
                 told = {
                     "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
@@ -44,10 +47,18 @@ class RequestLog:
                     "path": path[:MAX_PATH],
                     "status": status,
                     "seconds": round(time.perf_counter() - began, 6),
-                    "client": state.get("client", 0),
+                    "client": state.get("client"),
                     **_of_texts(state.get("texts")),
                 }
                 self._write(json_text(told))
+
+
+def _route(scope: Scope) -> str:
+    """The path with the names of its parameters, not their values: the id of a stored response is nobody else's business."""
+    path: str = scope["path"]
+    for name, value in scope.get("path_params", {}).items():  # each path has one at most, at its end
+        path = path.removesuffix(value) + f"{{{name}}}"
+    return path
 
 
 def _of_texts(texts: RequestStream | None) -> dict[str, Any]:

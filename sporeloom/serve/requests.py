@@ -23,7 +23,7 @@ DEFAULT_MAX_TOKENS = 16
 MAX_DRAWN_SEED = 2**53
 """Random seeds stay below: JavaScript numbers, in which the page and many clients read answers, are exact up to
 it."""
-MAX_STOP_LENGTH, MAX_STOP_IDS = 1024, 1024
+MAX_STOP_LENGTH, MAX_STOP_IDS, MAX_SALT = 1024, 1024, 256
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 
@@ -191,6 +191,9 @@ def _common(
     stop_ids = tuple(dict.fromkeys(fields.integers("stop_token_ids", vocab_size)))
     if len(stop_ids) > MAX_STOP_IDS:
         raise RequestError(400, f"stop_token_ids: at most {MAX_STOP_IDS} tokens, got {len(stop_ids)}", "stop_token_ids")
+    salt = fields.take("cache_salt", str, "")
+    if len(salt) > MAX_SALT:
+        raise RequestError(400, f"cache_salt: up to {MAX_SALT} characters, got {len(salt)}", "cache_salt")
     return {
         "sampling": SamplingConfig(
             temperature=fields.number("temperature", 0, 100, default_temperature),
@@ -213,7 +216,7 @@ def _common(
         "stream": stream,
         "with_usage": bool(options.get("include_usage")),
         "structure": structure,
-        "cache_salt": fields.take("cache_salt", str, ""),
+        "cache_salt": salt,
         "priority": fields.integer("priority", -(2**31), 2**31 - 1, 0),
     }
 

@@ -14,7 +14,7 @@ import itertools
 import queue
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -63,9 +63,9 @@ class GenerationRequest:
     processors: tuple[Processor, ...] = ()
     """Processors of its logits, on the rank with the server, which is the one that chooses tokens."""
     priority: int = 0
-    """Texts with lower numbers get a row first."""
+    """Texts of a client with lower numbers get a row first."""
     client: int = 0
-    """Number of the client's key; clients with texts of one priority take turns."""
+    """Number of the client's key; clients take turns, and share no prefix cache."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Service:
         self._numbers: dict[int, int] = {}  # ticket -> number in the schedulers
         self._lock = threading.Lock()
         self._tickets = itertools.count()
-        self._waiting = 0  # submitted, not seen by the loop yet
+        self._waiting: Counter[int] = Counter()  # client -> its texts that were submitted, and have no row yet
         self._stop_at: float | None = None
         self._log = LogBudget()
 
@@ -132,7 +132,13 @@ class Service:
 
     @property
     def num_waiting(self) -> int:
-        return self.load.waiting + self._waiting
+        with self._lock:
+            return self.load.waiting + self._waiting.total()
+
+    def waiting_clients(self) -> dict[int, int]:
+        """Numbers of texts that wait, by the numbers of their clients."""
+        with self._lock:
+            return {client: count for client, count in self._waiting.items() if count > 0}
 
     def submit(self, wanted: GenerationRequest, notify: Notify) -> int:
         """Queue a text; `notify` is called with its events, from the loop's thread. Returns a ticket for `cancel`."""
@@ -140,13 +146,13 @@ class Service:
         if self.failure:
             notify(ServiceFailure(self.failure))
         else:
-            self._book_waiting(1)
+            self._book_waiting(wanted.client, 1)
             self._inbox.put(("submit", _Open(wanted, notify, ticket)))
         return ticket
 
-    def _book_waiting(self, more: int) -> None:
+    def _book_waiting(self, client: int, more: int) -> None:
         with self._lock:
-            self._waiting += more
+            self._waiting[client] += more
 
     def cancel(self, ticket: int) -> None:
         """Cancel a text; its row is free before the next step."""
@@ -236,8 +242,8 @@ class Service:
                 self._queued[value.ticket] = value
                 self._queue.put(value, value.wanted.client, value.wanted.priority)
             elif value in self._queued:
-                self._queue.remove(self._queued.pop(value))
-                self._book_waiting(-1)
+                self._queue.remove(text := self._queued.pop(value))
+                self._book_waiting(text.wanted.client, -1)
             elif value in self._numbers:
                 cancelled.append(["cancel", self._numbers[value]])
         opened = self._next_texts(len(cancelled))
@@ -271,13 +277,13 @@ class Service:
             number = self.scheduler.submit(self._request(told, mine))
         except Exception as error:  # on every rank, as all make the same of it; the loop is for all requests
             if mine:
-                self._book_waiting(-1)
+                self._book_waiting(mine.wanted.client, -1)
                 self._log.log("failed", f"a request failed: {type(error).__name__}: {first_line(error)[:200]}")
                 mine.notify(Failure(-1, InternalError()))
             return
         if mine:
             self._open[number], self._numbers[mine.ticket] = mine, number
-            self._book_waiting(-1)
+            self._book_waiting(mine.wanted.client, -1)
 
     def _request(self, told: dict[str, Any], mine: _Open | None) -> Request:
         vocab_size, stop_ids = self.job.models[told["adapter"]].tokenizer.vocab_size, tuple(told["stop_ids"])
@@ -298,6 +304,7 @@ class Service:
             score_prompt=told["score_prompt"],
             adapter=told["adapter"],
             cache_salt=told["cache_salt"],
+            client=told["client"],
         )
 
     def _cancel(self, number: int) -> None:
@@ -325,7 +332,7 @@ class Service:
 def _told(wanted: GenerationRequest) -> dict[str, Any]:
     """The broadcast form of a text."""
     values = {field.name: getattr(wanted, field.name) for field in dataclasses.fields(wanted)}
-    for name in ("is_finished", "processors", "priority", "client"):  # which the other ranks do not need
+    for name in ("is_finished", "processors", "priority"):  # which the other ranks do not need
         del values[name]
     return {**values, "sampling": dataclasses.asdict(wanted.sampling)}
 

@@ -79,7 +79,7 @@ class MessagesAnswer(Answer):
         return [error_body(error)]
 
     def event(self, value: Event) -> str:
-        return f"event: {value['type']}\ndata: {json_text(value, ensure_ascii=False)}\n\n"
+        return f"event: {value['type']}\ndata: {json_text(value)}\n\n"
 
 
 def _content(block: Block) -> dict[str, Any]:

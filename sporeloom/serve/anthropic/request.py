@@ -154,11 +154,10 @@ def _tool_choice(fields: Fields) -> tuple[Any, bool | None]:
         raise RequestError(400, "tool_choice.disable_parallel_tool_use must be true or false", "tool_choice")
     if given.get("type") == "tool":
         return {"type": "function", "function": {"name": given.get("name")}}, None
-    if given.get("type") not in CHOICES:
-        raise RequestError(
-            400, f"tool_choice.type must be auto, any, tool or none, got {shown(given.get('type'))}", "tool_choice"
-        )
-    return CHOICES[given["type"]], not is_single
+    kind = given.get("type")
+    if not isinstance(kind, str) or kind not in CHOICES:
+        raise RequestError(400, f"tool_choice.type must be auto, any, tool or none, got {shown(kind)}", "tool_choice")
+    return CHOICES[kind], not is_single
 
 
 def _read_messages(fields: Fields) -> tuple[ChatMessage, ...]:
@@ -172,6 +171,8 @@ def _read_messages(fields: Fields) -> tuple[ChatMessage, ...]:
         if role not in ("user", "assistant"):
             raise RequestError(400, f"{place}.role must be user or assistant, got {shown(role)}", "messages")
         content = message.get("content")
+        if content == []:
+            raise RequestError(400, f"{place}.content is empty", "messages")
         blocks = content if isinstance(content, list) else [{"type": "text", "text": content}]
         add = _add_user_block if role == "user" else _add_assistant_block
         start = len(turns)

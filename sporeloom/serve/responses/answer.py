@@ -85,7 +85,7 @@ class ResponsesAnswer(Answer):
         return [self._event("response.failed", response=response)]
 
     def event(self, value: Event) -> str:
-        return f"event: {value['type']}\ndata: {json_text(value, ensure_ascii=False)}\n\n"
+        return f"event: {value['type']}\ndata: {json_text(value)}\n\n"
 
     def _event(self, kind: str, **fields: Any) -> Event:
         return {"type": kind, "sequence_number": next(self._numbers), **fields}
@@ -139,7 +139,8 @@ class ResponsesAnswer(Answer):
             },
         )
         if self.asked.is_stored:
-            self._store.put(StoredResponse(response, (*self.asked.conversation, *self._message())))
+            conversation = (*self.asked.conversation, *self._message())
+            self._store.put(StoredResponse(response, conversation, self.asked.client))
         return response
 
     def _response(self, status: str, **more: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,15 +54,22 @@ class ResponsesRequest(ChatRequest):
     conversation: tuple[ChatMessage, ...]
     """`messages` without instructions."""
     is_stored: bool
+    client: int = 0
+    """Number of the key of the client, who alone may continue from the response."""
 
 
-def read_response_request(fields: Fields, model: ServedModel, store: ResponseStore) -> ResponsesRequest:
+def read_response_request(
+    fields: Fields, model: ServedModel, store: ResponseStore, client: int = 0
+) -> ResponsesRequest:
     """Raises:
     RequestError: a field that cannot be used.
     """
     _refuse_unsupported(fields)
     instructions, previous = fields.take("instructions", str), fields.take("previous_response_id", str)
-    conversation = (*(store.get(previous, "previous_response_id").messages if previous else ()), *_read_input(fields))
+    earlier = store.get(previous, client, "previous_response_id").messages if previous else ()
+    conversation = (*earlier, *_read_input(fields))
+    for name in ("tools", "tool_choice", "text"):
+        _check_numbers(fields.values.get(name), name)
     echoed = {
         "instructions": instructions,
         "previous_response_id": previous,
@@ -89,7 +97,20 @@ def read_response_request(fields: Fields, model: ServedModel, store: ResponseSto
     with renamed(NAMES):
         asked = chat_request(chat, (*system, *conversation), read_tools(chat), model.tokenizer.vocab_size)
     fields.taken |= chat.taken
-    return ResponsesRequest(**vars(asked), echoed=echoed, conversation=conversation, is_stored=is_stored)
+    return ResponsesRequest(**vars(asked), echoed=echoed, conversation=conversation, is_stored=is_stored, client=client)
+
+
+def _check_numbers(value: Any, name: str) -> None:
+    """Raises:
+    RequestError: a number that no JSON can repeat.
+    """
+    waiting = [value]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, float) and not math.isfinite(part):
+            raise RequestError(400, f"{name} holds NaN or infinity, which JSON does not have", name)
+        if isinstance(part, list | dict):
+            waiting += part.values() if isinstance(part, dict) else part
 
 
 def _refuse_unsupported(fields: Fields) -> None:

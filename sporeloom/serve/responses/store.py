@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from sporeloom.core.json_text import json_text
 from sporeloom.data.tokenizer import ChatMessage
@@ -20,6 +21,20 @@ class StoredResponse:
     body: dict[str, Any]
     messages: tuple[ChatMessage, ...]
     """Without instructions, which each request gives anew."""
+    client: int = 0
+    """Number of the key of the client that may see it."""
+
+
+class _Kept(NamedTuple):
+    """A response as JSON, whose size in memory is known."""
+
+    client: int
+    body: bytes
+    messages: bytes
+
+    @property
+    def size(self) -> int:
+        return len(self.body) + len(self.messages)
 
 
 class ResponseStore:
@@ -31,7 +46,7 @@ class ResponseStore:
 
     def __init__(self, max_bytes: int):
         self._max, self._bytes = max_bytes, 0
-        self._found: OrderedDict[str, tuple[StoredResponse, int]] = OrderedDict()
+        self._found: OrderedDict[str, _Kept] = OrderedDict()
         self._lock = threading.Lock()
 
     @property
@@ -40,33 +55,36 @@ class ResponseStore:
 
     def put(self, response: StoredResponse) -> None:
         """Keep a response, unless it is larger than all that may be kept."""
-        size = len(json_text(response.body)) + sum(
-            len(json_text([message.role, message.content, message.more])) for message in response.messages
-        )
-        if size > self._max:
+        messages = [[message.role, message.content, message.more] for message in response.messages]
+        kept = _Kept(response.client, json_text(response.body).encode(), json_text(messages).encode())
+        if kept.size > self._max:
             return
         with self._lock:
-            self._found[response.body["id"]] = response, size
-            self._bytes += size
+            self._found[response.body["id"]] = kept
+            self._bytes += kept.size
             while self._bytes > self._max:
-                _, (_, freed) = self._found.popitem(last=False)
-                self._bytes -= freed
+                self._bytes -= self._found.popitem(last=False)[1].size
 
-    def get(self, name: str, param: str | None = None) -> StoredResponse:
+    def get(self, name: str, client: int = 0, param: str | None = None) -> StoredResponse:
         """Raises:
-        RequestError: it was never stored, deleted, or replaced by newer ones.
+        RequestError: it was never stored for this client, deleted, or replaced by newer ones.
         """
         with self._lock:
-            if name not in self._found:
-                raise RequestError(404, f"there is no response {shown(name)} here, or no longer", param)
+            kept = self._of(name, client, param)
             self._found.move_to_end(name)
-            return self._found[name][0]
+        messages = tuple(ChatMessage(*message) for message in json.loads(kept.messages))
+        return StoredResponse(json.loads(kept.body), messages, kept.client)
 
-    def delete(self, name: str) -> None:
+    def delete(self, name: str, client: int = 0) -> None:
         """Raises:
-        RequestError: there is none of this name.
+        RequestError: the client has none of this name.
         """
-        self.get(name)
         with self._lock:
-            _, size = self._found.pop(name, (None, 0))
-            self._bytes -= size
+            self._bytes -= self._of(name, client).size
+            del self._found[name]
+
+    def _of(self, name: str, client: int, param: str | None = None) -> _Kept:
+        kept = self._found.get(name)
+        if kept is None or kept.client != client:  # another client's does not exist
+            raise RequestError(404, f"there is no response {shown(name)} here, or no longer", param)
+        return kept

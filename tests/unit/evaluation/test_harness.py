@@ -47,6 +47,9 @@ class Plain:
     def decode(self, ids):
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
+    def token_bytes(self, token):
+        return bytes([token]) if token < 256 else b""
+
 
 def logits_after(tokens, size):
     return np.random.default_rng([len(tokens), *tokens]).normal(size=size).astype(np.float32)

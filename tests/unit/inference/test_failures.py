@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A request that cannot go on ends alone: on every rank, whatever the cause; the others get what they get anyway."""
 
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,16 +19,16 @@ OVERFLOWS = 49
 class Overflowing(Chunked):
     """Where a row has seen OVERFLOWS, all its further logits are NaN."""
 
-    def step(self, *given):
-        found = super().step(*given)
+    def step(self, chunks, tokens, every=False, drafts=MappingProxyType({})):
+        found = super().step(chunks, tokens, every, drafts)
         return {row: logits * np.nan if OVERFLOWS in self.rows[row] else logits for row, logits in found.items()}
 
 
 class ElseWhere(Overflowing):
     """The same on a rank that holds no logits."""
 
-    def step(self, *given):
-        super().step(*given)
+    def step(self, chunks, tokens, every=False, drafts=MappingProxyType({})):
+        super().step(chunks, tokens, every, drafts)
 
 
 def broken(tokens):

@@ -60,6 +60,12 @@ def test_what_was_generated_is_kept_where_it_equals_what_a_prompt_gives(reusable
     assert cached_tokens(scheduler, request([*PROMPT, *said, 1], 2)) == next_turn
 
 
+def test_clients_have_prompts_of_their_own():
+    scheduler = open_scheduler()
+    found = [cached_tokens(scheduler, request(PROMPT, 2, client=client)) for client in (0, 1, 0, 1)]
+    assert found == [0, 0, 36, 36]
+
+
 def test_adapters_and_salts_have_prompts_of_their_own():
     scheduler, found = open_scheduler(), []
     for adapter, salt in ((0, ""), (1, ""), (0, "a"), (1, "a"), (0, ""), (0, "a"), (1, "")):

@@ -251,3 +251,24 @@ def test_anthropics_own_client_reads_messages_streams_and_errors(service):
     ]
     assert told[0] == told[1] and whole.stop_reason == streamed.stop_reason == "tool_use"
     assert counted.input_tokens == whole.usage.input_tokens
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content is empty"),
+        ({"tool_choice": {"type": []}}, "tool_choice.type must be"),
+        ({"tool_choice": {"type": {}}}, "tool_choice.type must be"),
+        ({"tool_choice": {}}, "tool_choice.type must be"),
+    ],
+)
+def test_what_has_no_meaning_is_refused(service, change, said):
+    refused = post(service, **{**ASKED, **change})
+    assert refused.status_code == 400 and said in refused.json()["error"]["message"]
+
+
+def test_arguments_that_no_utf8_can_hold_are_answered(service):
+    service.says = '<tool_call>\n{"name": "look", "arguments": {"a": "\\ud800"}}\n</tool_call>'
+    tools = [{"name": "look", "input_schema": {"type": "object"}}]
+    told = post(service, **ASKED, tools=tools)
+    assert told.status_code == 200 and told.json()["content"][-1]["input"] == {"a": "\ud800"}

@@ -116,3 +116,26 @@ def test_every_api_is_asked_within_the_process(tmp_path):
     assert [status for status, _ in found] == [200] * 4
     assert all("Hello" in json.dumps(body) for _, body in found)
     assert refused[0] == 400 and refused[1]["error"]["param"] == "prompt"
+
+
+def test_an_output_cut_within_a_character_is_continued_and_one_of_another_kind_is_left_alone(tmp_path):
+    output, complete = tmp_path / "out.jsonl", '{"custom_id": "小"}\n'.encode()
+    output.write_bytes(complete + '{"custom_id": "镇'.encode()[:-1])
+    assert finished_ids(output) == ["小"] and output.read_bytes() == complete
+    output.write_bytes(b"\xff\xfe notes\nmore")
+    with pytest.raises(ConfigError, match="line 1 is not an answer of a batch"):
+        finished_ids(output)
+    assert output.read_bytes() == b"\xff\xfe notes\nmore"
+
+
+def test_half_a_character_in_an_id_or_an_answer_stops_no_batch(tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text("\n".join([line("\ud800", prompt="x"), line("b", prompt="y")]))
+    requests = read_requests(path)
+
+    async def ask(request):
+        return 200, {"said": "\udc00"}
+
+    made = BatchJob(SimpleNamespace(num_rows=2), tmp_path / "out.jsonl", requests, 0)
+    asyncio.run(Writer(made, ask).run())
+    assert finished_ids(made.output) == ["\ud800", "b"]

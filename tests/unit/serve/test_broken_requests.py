@@ -43,6 +43,8 @@ VALUES = [
         [TOOL],
         TOOL,
     ),
+    *({"type": []}, {"type": {}}, [{"role": "user", "content": []}], [{**TOOL, "description": "\ud800"}]),
+    *([{**TOOL, "x": float("nan")}], {"format": {"type": "text", "x": float("inf")}}, "\ud800", ["\ud800"]),
     *({"type": "text"}, {"type": "enabled", "budget_tokens": 3}, {"type": "tool", "name": "f"}, {"type": "any"}),
     *({"effort": "low"}, {"format": {"type": "json_schema", "schema": {}}}, {"type": "function", "name": "f"}),
     *([{"role": "user", "content": [{"type": "tool_result", "tool_use_id": 3}]}], [{"type": "text", "text": 5}]),

@@ -78,3 +78,22 @@ def test_priority_and_client_go_with_a_request_and_change_nothing_else(tmp_path)
     assert post(service, {"Authorization": "Bearer three"}, prompt="x").status_code == 401
     refused = post(service, {"x-api-key": "two"}, prompt="x", priority=0.5)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "priority")
+
+
+def test_each_client_has_a_part_of_the_queue(tmp_path):
+    service = Drawn(tmp_path, file_keys=("one", "two"), max_queue=4, max_num_seqs=2)
+    service.num_waiting, service.waiting = 6, {0: 6}  # as many as there may be
+
+    def statuses(key):
+        return [post(service, {"x-api-key": key}, prompt="x", n=n).status_code for n in (1, 3, 4)]
+
+    assert statuses("one") == [429] * 3 and statuses("two") == [200, 200, 429]
+    service.waiting = {0: 6, 1: 2}
+    assert statuses("two") == [200, 429, 429]
+
+
+def test_a_salt_has_256_characters_at_most(tmp_path):
+    service = Drawn(tmp_path)
+    assert post(service, prompt="x", cache_salt="小" * 256).status_code == 200
+    refused = post(service, prompt="x", cache_salt="s" * 257)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "cache_salt")

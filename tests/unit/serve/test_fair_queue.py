@@ -9,23 +9,23 @@ from sporeloom.serve.fair_queue import FairQueue
 
 
 class Slow:
-    """The same order by its definition: of the lowest priority the client that was served longest ago, its oldest text."""
+    """The same order by its definition: of the client that was served longest ago the oldest text of the lowest priority."""
 
     def __init__(self):
         self.waiting, self.turns, self.clock = [], {}, 0
 
     def put(self, item, client, priority):
         self.clock += 1
-        if not any((c, p) == (client, priority) for _, c, p in self.waiting):
-            self.turns[client, priority] = self.clock  # it stands behind those who wait
+        if not any(other == client for _, other, _ in self.waiting):
+            self.turns[client] = self.clock  # it stands behind those who wait
         self.waiting.append((item, client, priority))
 
     def pop(self):
         self.clock += 1
-        lowest = min(priority for _, _, priority in self.waiting)
-        found = min((e for e in self.waiting if e[2] == lowest), key=lambda e: self.turns[e[1], lowest])
+        client = min((each[1] for each in self.waiting), key=lambda client: self.turns[client])
+        found = min((each for each in self.waiting if each[1] == client), key=lambda each: each[2])
         self.waiting.remove(found)
-        self.turns[found[1], lowest] = self.clock
+        self.turns[client] = self.clock
         return found[0]
 
     def remove(self, item):
@@ -56,3 +56,11 @@ def test_who_sends_many_delays_another_by_one():
         queue.put(("many", number), "many", 0)
     queue.put(("one", 0), "one", 0)
     assert [queue.pop()[0] for _ in range(3)] == ["many", "one", "many"]
+
+
+def test_low_priorities_take_no_turn_of_another_client():
+    queue = FairQueue()
+    for number in range(10):
+        queue.put(("many", number), "many", -1000 - number)
+    queue.put(("one", 0), "one", 0)
+    assert [queue.pop() for _ in range(3)] == [("many", 9), ("one", 0), ("many", 8)]

@@ -142,3 +142,47 @@ def test_chats_are_kept_in_the_browser_and_a_failure_keeps_the_message(tmp_path)
     assert shown == ["second chat", "Yes."] and other == ["first chat", "Yes."]
     assert failed[0][0] == "lost?" and "temperature must be" in failed[0][1] and failed[1] == other
     assert left == ["second chat"] and fits
+
+
+READY = "document.readyState === 'complete' && typeof $ === 'function' && $('status').textContent === 'ready'"
+
+
+def test_no_answer_and_nothing_that_was_kept_stops_the_page(tmp_path):
+    async def work(page, service):
+        deep = await page.run(
+            "(box => { box.append(...markdown('>'.repeat(5000) + 'x')); return [box.querySelectorAll('blockquote').length,"
+            " box.textContent.length] })(element('div'))"
+        )
+        nested = await page.run("inline(element('p'), '**a *b* ~~[*c*](https://d)~~**').innerHTML")
+        texts = ["'`'.repeat(30000)", "'**a'.repeat(10000)", "'~~a'.repeat(10000)", "'# ' + ' '.repeat(30000) + 'x'"]
+        texts += ["'[a'.repeat(10000)", "'*a '.repeat(10000) + '[a](https://'.repeat(999)"]
+        seconds = [
+            await page.run(
+                f"(began => {{ markdown({text}); return (performance.now() - began) / 1000 }})(performance.now())"
+            )
+            for text in texts
+        ]
+        await page.run("globalThis.written = markdown; markdown = () => { throw new RangeError('deep') }")
+        await say(page, "one")
+        plain = await page.run(TURNS)
+        await page.run("markdown = written; globalThis.received = receive")
+        await page.run("receive = async () => { globalThis.kept = localStorage.getItem(STORE); return false }")
+        await page.run("[...document.querySelectorAll('.turn')].at(-1).querySelectorAll('button')[1].click()")
+        await page.until("globalThis.kept")
+        again = await page.run(TURNS)
+        await page.run("$('new').click(); $('message').value = 'two'; go()")
+        sent = await page.run("JSON.parse(kept).map(each => each.turns.map(turn => turn.content))")
+        left = await page.run("JSON.parse(localStorage.getItem(STORE)).length"), await page.run("$('message').value")
+        await page.run(
+            "localStorage.setItem(STORE, JSON.stringify([{id: 'a', turns: [null]}, {id: 'b', turns: [{}]}]))"
+        )
+        await page.call("Page.reload")
+        await page.until(READY)
+        return deep, nested, seconds, plain, again, sent, left
+
+    deep, nested, seconds, plain, again, sent, left = use(tmp_path, work, "**Yes**.")
+    assert deep[0] == 9 and deep[1] > 4900
+    assert nested.startswith("<strong>a <em>b</em> <s><a") and "<em>c</em></a></s></strong>" in nested
+    assert max(seconds) < 2, seconds
+    assert plain == ["one", "**Yes**."] and again == ["one", "Yes."]
+    assert sent == [["two"], ["one", "**Yes**."]] and left == (1, "two")

@@ -78,3 +78,25 @@ def test_the_dashboard_shows_metrics_that_the_server_has(tmp_path):
     assert {name.removesuffix("_bucket") for name in named} <= set(re.findall(r"`(sporeloom:\w+)`", generated))
     places = [tuple(panel["gridPos"].values()) for panel in board["panels"]]
     assert len(set(places)) == len(places) and all(each["title"] for each in board["panels"])
+
+
+def test_the_log_names_routes_errors_and_clients(tmp_path, capsys):
+    service = Service(tmp_path, "Hush", log_format="json", file_keys=("one", "two"))
+
+    async def work():
+        async with service.http() as http:
+            http.headers["Authorization"] = "Bearer two"
+            for name in ("resp_1", "v1"):
+                await http.get(f"/v1/responses/{name}")
+            await http.get("/v1/models", headers={"Authorization": "Bearer three"})
+            with pytest.raises(ZeroDivisionError):  # which the server answers with 500
+                await http.post("/v1/completions", json={"prompt": "x"})
+
+    service.submit = lambda *_: 1 // 0
+    asyncio.run(work())
+    told = [json.loads(text) for text in capsys.readouterr().out.splitlines()]
+    assert [(each["path"], each["status"], each["client"]) for each in told] == [
+        *[("/v1/responses/{name}", 404, 1)] * 2,
+        ("/v1/models", 401, None),
+        ("/v1/completions", 500, 1),
+    ]

@@ -4,12 +4,15 @@
 import asyncio
 import itertools
 import json
+import time
+from types import SimpleNamespace
 
 import pytest
 from pydantic import TypeAdapter
 from scripted_service import Service
 
 from sporeloom.data.tokenizer import ChatMessage
+from sporeloom.serve.blocks import reasoning_tokens
 from sporeloom.serve.fields import RequestError
 from sporeloom.serve.responses.store import ResponseStore, StoredResponse
 
@@ -32,6 +35,14 @@ def post(service, path="/v1/responses", **body):
     async def work():
         async with service.http() as http:
             return await http.post(path, json=body)
+
+    return asyncio.run(work())
+
+
+def raw(service, content, path="/v1/responses"):
+    async def work():
+        async with service.http() as http:
+            return await http.post(path, content=content, headers={"Content-Type": "application/json"})
 
     return asyncio.run(work())
 
@@ -189,7 +200,7 @@ def test_the_store_forgets_what_was_used_least_recently(tmp_path):
     def response(name):
         return StoredResponse({"id": name, "text": "x" * 100}, (ChatMessage("user", "h" * 100),))
 
-    size = len(json.dumps(response("a").body)) + len(json.dumps(["user", "h" * 100, None]))
+    size = len(json.dumps(response("a").body)) + len(json.dumps([["user", "h" * 100, None]]))
     store = ResponseStore(3 * size)
     for name in "abc":
         store.put(response(name))
@@ -208,6 +219,61 @@ def test_the_store_forgets_what_was_used_least_recently(tmp_path):
     off = Service(tmp_path, "m", response_store_mb=0)
     assert post(off, input="x").json()["store"] is False
     assert post(off, input="x", store=True).json()["error"]["param"] == "store"
+
+
+def test_a_response_is_its_clients_alone(tmp_path):
+    service = Service(tmp_path, "Yes.", file_keys=("one", "two"))
+
+    async def ask(http, key, method, path, **body):
+        headers = {"Authorization": f"Bearer {key}"}
+        return await http.request(method, path, headers=headers, **({"json": body} if body else {}))
+
+    async def work():
+        async with service.http() as http:
+            first = (await ask(http, "one", "POST", "/v1/responses", input="secret")).json()
+            path, follow = f"/v1/responses/{first['id']}", {"input": "x", "previous_response_id": first["id"]}
+            statuses = []
+            for key in ("two", "one"):
+                statuses.append([(await ask(http, key, "POST", "/v1/responses", **follow)).status_code])
+                statuses[-1] += [(await ask(http, key, method, path)).status_code for method in ("GET", "DELETE")]
+            return statuses
+
+    assert asyncio.run(work()) == [[404] * 3, [200] * 3]
+    assert "secret" in service.prompt()
+
+
+def test_what_a_response_repeats_can_always_be_written(service):
+    half = {**TOOL, "description": "\ud800"}
+    asked = {**ASKED, "tools": [half], "tool_choice": "none"}
+    found = [raw(service, json.dumps({**asked, "stream": stream})) for stream in (False, True)]
+    assert [each.status_code for each in found] == [200, 200] and found[0].json()["tools"] == [half]
+    assert events_of(found[1].text)[-1][1]["response"]["tools"] == [half]
+    for name, value in (
+        ("tools", [{**TOOL, "x": float("nan")}]),
+        ("text", {"format": {"type": "text", "x": float("inf")}}),
+        ("tool_choice", {"type": "function", "name": "look", "x": float("-inf")}),
+    ):
+        refused = raw(service, json.dumps({**ASKED, "tools": [TOOL], name: value}))
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+        assert "NaN or infinity" in refused.json()["error"]["message"]
+
+
+def test_reasoning_of_many_tokens_is_counted_in_linear_time(service):
+    service.says = " \n<think>" + "<think" * 99 + "</think>The end</think>"
+    told = post(service, **ASKED, max_output_tokens=400).json()
+    assert told["usage"]["output_tokens_details"]["reasoning_tokens"] == 400  # cut within it
+    choice = SimpleNamespace(
+        parser=SimpleNamespace(form=service.job.models[0].form, began_in_reasoning=False),
+        completion=SimpleNamespace(tokens=list(service.says.encode())),
+        token_bytes=lambda token: bytes([token]),
+    )
+    assert reasoning_tokens(choice) == service.says.index("</think>") + len("</think>")
+    choice.completion.tokens = list(b"No <think>a</think>")
+    assert reasoning_tokens(choice) == 0
+    choice.completion.tokens = list(b"<think>" + b"x" * 300_000)
+    began = time.process_time()
+    assert reasoning_tokens(choice) == 300_007
+    assert time.process_time() - began < 5  # copying all of it for each token takes a minute
 
 
 def test_an_answer_that_is_cut_is_incomplete(service):

@@ -5,7 +5,7 @@ import contextlib
 import queue
 import threading
 import time
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ import pytest
 from sporeloom.inference.cache import SlotTable
 from sporeloom.inference.sampling import BadLogitsError, NoTokenError, SamplingConfig
 from sporeloom.inference.scheduler import Failure, InternalError, NewToken, Scheduler
-from sporeloom.serve.service import GenerationRequest, Service, ServiceFailure
+from sporeloom.serve.service import GenerationRequest, Service, ServiceFailure, _told
 from sporeloom.strategy.config import SINGLE_DEVICE
 
 VOCAB, OVERFLOWS = 8, 7
@@ -31,7 +31,8 @@ class Decoding:
     def next_chunks(self, waiting, is_alone):
         return dict(waiting)
 
-    def step(self, chunks, tokens, every=False, drafts=None):
+    def step(self, chunks, tokens, every=False, drafts=MappingProxyType({})):
+        assert not drafts
         found = {}
         for row, ids in {**chunks, **{row: [token] for row, token in tokens.items()}}.items():
             self.rows[row] += ids
@@ -127,7 +128,7 @@ def test_a_request_that_breaks_is_told_so_and_the_loop_goes_on(service):
     assert not isinstance(after, ServiceFailure)
 
 
-def test_waiting_texts_get_rows_by_priority_and_the_clients_in_turn(stopped):
+def test_waiting_texts_get_rows_by_client_in_turn_and_of_each_by_priority(stopped):
     """Of one token each, and two rows: the order in which they are delivered is that in which they got rows."""
     asked = [("a1", 0, 0), ("a2", 0, 0), ("a3", 0, 0), ("b1", 1, 0), ("late", 0, 5), ("b2", 1, 0), ("first", 2, -1)]
     told, events = [], {}
@@ -144,16 +145,18 @@ def test_waiting_texts_get_rows_by_priority_and_the_clients_in_turn(stopped):
         made = wanted((1, 2), max_new_tokens=1, client=client, priority=priority)
         tickets[name] = stopped.submit(made, notify(name))
     stopped.cancel(tickets["a2"])
-    assert stopped.num_waiting == len(asked)
+    assert stopped.num_waiting == len(asked) and stopped.waiting_clients() == {0: 4, 1: 2, 2: 1}
     with running(stopped):
         end = time.monotonic() + 10
         while len(told) < len(asked) - 1 and time.monotonic() < end:
             time.sleep(0.001)
-    assert told == ["first", "a1", "b1", "a3", "b2", "late"]
+    assert told == ["a1", "b1", "first", "a3", "b2", "late"]
     assert {(event.token, event.log_probability) for event in events.values()} == {
         (0, events["first"].log_probability)  # the same request, whenever its turn is
     }
-    assert stopped.num_waiting == 0 and not stopped._queued and len(stopped._queue) == 0
+    assert (
+        stopped.num_waiting == 0 and not stopped.waiting_clients() and not stopped._queued and len(stopped._queue) == 0
+    )
 
 
 def test_texts_in_the_queue_are_told_when_the_service_fails(stopped):
@@ -161,3 +164,9 @@ def test_texts_in_the_queue_are_told_when_the_service_fails(stopped):
     stopped._queued[0] = SimpleNamespace(notify=told.append)
     stopped.fail("rank 1 is gone")
     assert [each.reason for each in told] == ["rank 1 is gone"]
+
+
+def test_every_rank_knows_the_client_as_owner_of_its_prompt(stopped):
+    told = [_told(wanted(client=client, cache_salt="s")) for client in (0, 1)]
+    owners = [stopped._request(each, None).owner for each in told]  # a rank without the server
+    assert owners == [(0, 0, "s"), (0, 1, "s")]

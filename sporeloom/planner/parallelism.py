@@ -143,7 +143,7 @@ class Parallelism:
     @property
     def gradient_copies(self) -> int:
         """Number of gradients of each parameter that are there at once: our own graphs hold those of the last microbatch
-        beside the sum."""
+        besides the sum."""
         return 2 if self.own_graphs and self.num_microbatches > 1 else 1
 
     @property

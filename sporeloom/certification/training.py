@@ -161,11 +161,16 @@ def train_steps(
             if strategy.mesh.size == 1:
                 values["moved"] = {p.name: _moved(p, start) for p in step.get_parameters() if p.name in own}
             tensors = gather_whole(step, engine, report, parts, own.__contains__)
-        if tensors is not None:
-            write_atomically(out.with_name(f"{out.name}.{name}.npz"), partial(_save_tensors, tensors))
-        if engine.is_log_rank:
-            write_text_atomically(out.with_name(f"{out.name}.{name}.json"), json.dumps(values))
+        _write_results(out.with_name(f"{out.name}.{name}"), tensors, values if engine.is_log_rank else None)
     return engine, report
+
+
+def _write_results(start: Path, tensors: Any, values: dict[str, Any] | None) -> None:
+    """Write START.npz and START.json, each where this rank has what belongs there."""
+    if tensors is not None:
+        write_atomically(start.with_name(f"{start.name}.npz"), partial(_save_tensors, tensors))
+    if values is not None:
+        write_text_atomically(start.with_name(f"{start.name}.json"), json.dumps(values))
 
 
 def _steps_of(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,9 +79,9 @@ class PairTask(Tuning):
         nll = -float(likelihoods / max(num_labels, 1))
         return PairTotals(np.concatenate(sums).reshape(-1, 2), np.concatenate(lengths).reshape(-1, 2), nll)
 
+    @abstractmethod
     def pair_losses(self, pairs: Sequence[Pair], totals: PairTotals, content: str) -> tuple[Floats, Floats]:
         """Losses (N,) and rewards (N, 2) of the pairs of the validation set `content`."""
-        raise NotImplementedError
 
     def drawn(self, step: int) -> list[Pair]:
         """The pairs of a step."""

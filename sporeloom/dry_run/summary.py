@@ -136,10 +136,10 @@ def _stages(run: DryRun) -> list[dict[str, Any]]:
     stages = []
     memories = task_memory(dims, job, run.task)
     for stage, (memory, layers) in enumerate(zip(memories, job.stages(dims.num_layers), strict=True)):
-        gradients = 4 * unsharded[stage] if job.zero < 2 else sizes[stage]
+        gradients = job.gradient_copies * (4 * unsharded[stage] if job.zero < 2 else sizes[stage])
         trained = (0 if job.optimizer_on_host else 2 * sizes[stage]) + gradients
         if run.task.lora:  # replicated on every rank at worst
-            trained = 16 * adapter_parameters(run.task, dims, job)[stage]
+            trained = (12 + 4 * job.gradient_copies) * adapter_parameters(run.task, dims, job)[stage]
         training = trained + memory.activations + memory.working + memory.beside
         attention, few = layers * 4 * dims.seq_len * dims.hidden_size, job.expert_layers(dims)[stage]
         matrices = (layers - few) * dense.layer_matrices + few * (sparse.layer_matrices + rows)

@@ -5,7 +5,6 @@ So one compilation runs every rank, without processes or messages. What the part
 """
 
 import functools
-from dataclasses import replace
 from pathlib import Path
 
 import mindspore as ms
@@ -190,11 +189,6 @@ class Merged:
         return name
 
 
-def altered(graph, grid, rank):
-    """The graph of a rank, in which a test may plant a fault."""
-    return graph
-
-
 def sharded_model(model, grid, parameters, inputs):
     """The graph of all ranks of a grid; and what `shard_graph` says of it.
 
@@ -205,14 +199,14 @@ def sharded_model(model, grid, parameters, inputs):
     graph = read_graph(model)
     wanted = {full: parameters[name] for full in graph.parameters if (name := full.rpartition(":")[2]) in parameters}
     sharded = shard_graph(graph, grid, wanted, dict(zip(graph.inputs, inputs, strict=True)))
-    graphs = [altered(sharded.graph, grid, rank) for rank in range(grid.size)]
-    written = [write_rank(replace(sharded, graph=of), model, grid, rank) for rank, of in enumerate(graphs)]
+    written = [write_rank(sharded, model, grid, rank) for rank in range(grid.size)]
     return Merged([each for each, _ in written], [groups for _, groups in written]).write(), sharded
 
 
 def part_of(parameters, name, num_dims, grid):
-    """(shape, rank) -> which part of a parameter a rank holds."""
-    return GridLayout(ValueLayout(parameters.get(name, ((),) * num_dims)), grid, ()).operator_slice
+    """(shape, rank) -> NumPy's index of the part of a parameter that a rank holds."""
+    layout = GridLayout(ValueLayout(parameters.get(name, ((),) * num_dims)), grid, ())
+    return lambda shape, rank: layout.operator_slice(shape, rank).slices
 
 
 def run(model, grid, parameters, values, inputs, folder, updated=False):

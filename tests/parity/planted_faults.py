@@ -6,7 +6,6 @@ import contextlib
 import unittest.mock
 from dataclasses import replace
 
-import all_ranks
 from first_steps import FirstSteps
 
 from sporeloom.partition import decompositions, propagate, rank_mindir
@@ -46,14 +45,18 @@ def planted(name):
 
 
 def in_program(kind):
-    def change(_):
-        return lambda graph, grid, rank: with_fault(Program(graph, grid, rank), kind)
+    def change(right):
+        def begin(writer, sharded, model, grid, rank):
+            faulty = with_fault(Program(sharded.graph, grid, rank), kind)
+            right(writer, replace(sharded, graph=faulty), model, grid, rank)
+
+        return begin
 
     return change
 
 
 for each in KINDS:
-    fault(each.name, all_ranks, "altered")(in_program(each))
+    fault(each.name, rank_mindir._Writer, "__init__")(in_program(each))
 
 
 @fault("axes of a dim in the order of the mesh, whatever the layout says", DeviceGrid, "runs")

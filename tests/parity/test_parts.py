@@ -57,7 +57,7 @@ def test_the_same_inputs_are_welcome():
     assert call(WORKER, "fed", "the same", processes=2) == [2, 2]
 
 
-FAULTS = ["a sum that is due is left out", "a sum is taken twice"]
+FAULTS = ["a sum over ranks is left out", "a sum over ranks is taken twice"]
 
 
 @pytest.mark.parametrize("fault", [None, *FAULTS])

@@ -29,7 +29,7 @@ from sporeloom.runtime.engine import Engine
 from sporeloom.tasks.rollouts import Rollouts, SampledText
 from sporeloom.tasks.sft import SFT, shared_evenly
 from sporeloom.train.config import Run
-from sporeloom.train.saving import leave_undrawn, start_from
+from sporeloom.train.loading import leave_undrawn, start_from
 from sporeloom.train.tuning import open_reading
 
 FLAGS = ("beta", "temperature", "top_k", "top_k_tail")

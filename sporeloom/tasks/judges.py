@@ -23,7 +23,7 @@ from sporeloom.nn.replace import share_parameters
 from sporeloom.parallel.parallelize import parallelize
 from sporeloom.runtime.engine import Engine
 from sporeloom.train.config import Run
-from sporeloom.train.saving import leave_undrawn, start_from
+from sporeloom.train.loading import leave_undrawn, start_from
 
 PREFIX = "reference."
 

@@ -34,13 +34,14 @@ from sporeloom.train.config import Run, is_sharded
 from sporeloom.train.ema import WithAverages
 from sporeloom.train.groups import Scales
 from sporeloom.train.history import History
+from sporeloom.train.loading import leave_undrawn
 from sporeloom.train.loss_scale import LossScale
 from sporeloom.train.muon import ITERATIONS, Muon
 from sporeloom.train.optim import SGD, AdamW
 from sporeloom.train.profile import Profile
 from sporeloom.train.run_summary import RunTimes
 from sporeloom.train.samples import Samples
-from sporeloom.train.saving import BEGIN_AS_ZEROS, WEIGHTS, leave_undrawn
+from sporeloom.train.saving import BEGIN_AS_ZEROS, WEIGHTS
 from sporeloom.train.spikes import SpikeGuard
 from sporeloom.train.task import Task
 from sporeloom.train.utilization import Utilization

@@ -19,7 +19,8 @@ from sporeloom.core.json_text import json_text
 from sporeloom.core.numbers import number_problem
 from sporeloom.core.reader import is_a
 from sporeloom.train.config import Run
-from sporeloom.train.saving import Saver, load_state, newest_complete, versions
+from sporeloom.train.loading import load_state, newest_complete
+from sporeloom.train.saving import Saver, versions
 from sporeloom.train.spikes import SpikeGuard
 from sporeloom.train.start import Training, adapter_settings, compile_for, optimizer_settings
 

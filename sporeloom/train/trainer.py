@@ -27,13 +27,14 @@ from sporeloom.train.config import Run
 from sporeloom.train.export import trained_shapes, write_model
 from sporeloom.train.folder import clear, point_to
 from sporeloom.train.history import History
+from sporeloom.train.loading import averaged_weights, begin_averages, start_from
 from sporeloom.train.metrics import MetricsWriter, StepMetrics
 from sporeloom.train.optim import set_number
 from sporeloom.train.rerun import run_twice
 from sporeloom.train.run_summary import FILE as SUMMARY
 from sporeloom.train.run_summary import PeakMemory, describe, write_summary
 from sporeloom.train.samples import Samples
-from sporeloom.train.saving import Saver, averaged_weights, begin_averages, start_from, versions
+from sporeloom.train.saving import Saver, versions
 from sporeloom.train.spikes import parse_steps
 from sporeloom.train.start import Training, compile_for, start
 from sporeloom.train.state import SCHEDULE, make_saver, resume, rewind

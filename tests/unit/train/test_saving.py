@@ -16,7 +16,8 @@ from sporeloom.strategy.config import SINGLE_DEVICE
 from sporeloom.strategy.mesh import Mesh
 from sporeloom.strategy.tensor_slice import TensorSlice
 from sporeloom.train import saving
-from sporeloom.train.saving import Saver, load_state, newest_complete
+from sporeloom.train.loading import load_state, newest_complete
+from sporeloom.train.saving import Saver
 
 ABOUT = {"state": {}, "model": {}, "strategy": {}, "versions": {}}
 

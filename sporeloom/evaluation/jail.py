@@ -10,11 +10,9 @@ others, and this process, outside, reports it.
 
 import base64
 import contextlib
-import ctypes
 import errno
 import fcntl
 import fnmatch
-import itertools
 import json
 import os
 import platform
@@ -26,213 +24,17 @@ import sys
 import time
 from typing import Any, NoReturn
 
-from sporeloom.evaluation.system_calls import ARCHITECTURES, REFUSED, refuse_system_calls
+from sporeloom.evaluation.jail_root import build_root, check, enter_namespaces, libc, overlay
+from sporeloom.evaluation.memory_group import LOOK_EVERY_S, MemoryGroup
+from sporeloom.evaluation.system_calls import ARCHITECTURES, refuse_system_calls
 
-CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x4000000, 0x8000000
-CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 1, 2, 4, 0x1000, 0x4000, 0x40000, 2
-MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID = 442, -100, 0x8000, 1, 2
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 1, 4, 38
-LOOK_EVERY_S = 0.02
 THREADS_PER_PROCESS = 8  # RLIMIT_NPROC counts threads, of which Java and Node start a dozen
 OPEN_FILES = 256  # what waits in pipes and sockets is memory too
 SIGNALS = 1024  # that wait, and timers
-INODES = 32768  # of the folder: each takes memory of the kernel
 SOCKET_BYTES = 212992  # that may wait in one, unless the system says otherwise
 HIGH = 10  # numbers of open files from here on are out of the way
 PAGE = resource.getpagesize()
-
-SYSTEM = (
-    *("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/usr/bin", "/usr/lib", "/usr/lib32", "/usr/lib64"),
-    *("/usr/libexec", "/usr/include", "/usr/share/nodejs", "/etc/ld.so.cache", "/etc/alternatives"),
-)
-"""Files of the host that every command sees, besides its toolchain."""
-DEVICES = ("null", "full", "random", "urandom")  # not zero: mapped, it is memory that nobody counts
-
-libc = ctypes.CDLL(None, use_errno=True)
-
-
-class _MountAttributes(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_uint64) for name in ("set", "clear", "propagation", "user_namespace")]
-
-
-def _check(result: int, what: str) -> None:
-    if result < 0:
-        raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
-
-
-def _mount(source: str | None, target: str, kind: str | None, flags: int, data: str = "") -> None:
-    texts = [text.encode() if text is not None else None for text in (source, target, kind)]
-    _check(libc.mount(*texts, flags, data.encode()), f"mount {kind or source} on {target}")
-
-
-def _set_tree_read_only(path: str) -> None:
-    attributes = _MountAttributes(set=MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID)
-    size = ctypes.sizeof(attributes)
-    result = libc.syscall(MOUNT_SETATTR, AT_FDCWD, path.encode(), AT_RECURSIVE, ctypes.byref(attributes), size)
-    _check(result, f"mount_setattr {path}")
-
-
-def enter_namespaces() -> None:
-    """Create new namespaces: the next child is process 1 in them."""
-    flags = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS
-    uid, gid = os.getuid(), os.getgid()
-    _check(libc.unshare(flags if uid == 0 else flags | CLONE_NEWUSER), "unshare")
-    if uid != 0:
-        for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
-            with open(f"/proc/self/{name}", "w") as file:
-                file.write(text)
-
-
-def build_root(needed: list[str], uid: int | None, disk_bytes: int, folder: str) -> int:
-    """Make a root that contains only what is allowed, and leave the host's. Returns a handle of a /proc that may
-    be written, which the new root does not have.
-
-    `needed`: files and folders of the toolchain. `folder`: made empty, of the user `uid`.
-    """
-    _mount(None, "/", None, MS_REC | MS_PRIVATE)
-    _mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV)  # in which our open files have names
-    proc = os.open("/proc", os.O_RDONLY)
-    opened = {path: os.open(path, os.O_PATH | os.O_NOFOLLOW) for path in _outermost([*SYSTEM, *needed])}
-    devices = {name: os.open(f"/dev/{name}", os.O_PATH) for name in DEVICES}
-    root = "/tmp"  # any folder will do: what is under it was opened before
-    _mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "mode=0755,size=16m")
-    for path, handle in opened.items():
-        _show(handle, path, root + path)
-    for name in ("etc", "dev", "proc", folder.strip("/")):
-        os.makedirs(f"{root}/{name}", exist_ok=True)
-    with open(f"{root}/etc/passwd", "w") as file:
-        user = os.getuid() if uid is None else uid
-        file.write(f"user:x:{user}:{user}::{folder}:/bin/sh\n")
-    _set_tree_read_only(root)
-    _mount("tmpfs", f"{root}/dev", "tmpfs", MS_NOSUID, "mode=0755,size=1m")
-    for name, handle in devices.items():
-        _show(handle, "", f"{root}/dev/{name}")
-    for name, target in (("fd", ""), ("stdin", "/0"), ("stdout", "/1"), ("stderr", "/2")):
-        os.symlink(f"/proc/self/fd{target}", f"{root}/dev/{name}")
-    _set_tree_read_only(f"{root}/dev")
-    owner = "" if uid is None else f",uid={uid},gid={uid}"
-    _mount(
-        "tmpfs", root + folder, "tmpfs", MS_NOSUID | MS_NODEV, f"size={disk_bytes},nr_inodes={INODES},mode=0700{owner}"
-    )
-    _mount("proc", f"{root}/proc", "proc", MS_NOSUID | MS_NODEV | MS_RDONLY)
-    for handle in (*opened.values(), *devices.values()):
-        os.close(handle)
-    os.chdir(root)
-    _check(libc.syscall(REFUSED["pivot_root"][ARCHITECTURES[platform.machine()][0]], b".", b"."), "pivot_root")
-    _check(libc.umount2(b".", MNT_DETACH), "umount")
-    os.chdir("/")
-    return proc
-
-
-def _outermost(paths: list[str]) -> list[str]:
-    """The existing ones of these paths that are in no other one."""
-    found: list[str] = []
-    for path in sorted({os.path.normpath(path) for path in paths if os.path.lexists(path)}):
-        if path != "/usr" and not any(path.startswith(f"{other}/") and not os.path.islink(other) for other in found):
-            found.append(path)
-    return found
-
-
-def _show(handle: int, path: str, target: str) -> None:
-    """Mount a file or folder of the host, opened before, at `target`: a link as a link."""
-    os.makedirs(os.path.dirname(target), exist_ok=True)
-    mode = os.fstat(handle).st_mode
-    if stat.S_ISLNK(mode):
-        os.symlink(os.readlink("", dir_fd=handle), target)
-        return
-    if stat.S_ISDIR(mode):
-        os.makedirs(target, exist_ok=True)
-    else:
-        os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
-    _mount(f"/proc/self/fd/{handle}", target, None, MS_BIND | MS_REC)
-
-
-def overlay(folder: str, overlays: dict[str, str]) -> None:
-    """Mount, in `folder`, by name: folders whose content may be overwritten, without effect."""
-    for name, source in overlays.items():
-        parts = [os.path.join(folder, name + end) for end in ("", ".upper", ".work")]
-        for part in parts:
-            os.mkdir(part)
-        target, upper, work = parts
-        _mount("overlay", target, "overlay", 0, f"lowerdir={source},upperdir={upper},workdir={work}")
-
-
-class MemoryGroup:
-    """A control group that counts all memory of these processes, with shared memory and the kernel's own, where
-    there is one.
-
-    Where nobody may make one, pages, page tables and sockets are counted; the filter of system calls, the absence of
-    /dev/shm and the size of the folder leave nothing else to hoard in.
-    """
-
-    def __init__(self, limit: int):
-        self.events: int | None = None
-        self.name = f"sporeloom-{os.getpid()}"
-        for path, maximum, events in memory_groups():
-            self.base = os.open(path, os.O_RDONLY)  # by its handle: the path leads nowhere once the root is another
-            try:
-                self._remove_left()
-                os.mkdir(self.name, dir_fd=self.base)
-                self._write(f"{self.name}/{maximum}", str(limit))
-                with contextlib.suppress(OSError):
-                    self._write(f"{self.name}/memory.swap.max", "0")
-                self.events = os.open(f"{self.name}/{events}", os.O_RDONLY, dir_fd=self.base)
-                return
-            except OSError:
-                self._remove(self.name)
-                os.close(self.base)
-
-    def _write(self, path: str, text: str) -> None:
-        handle = os.open(path, os.O_WRONLY, dir_fd=self.base)
-        try:
-            os.write(handle, text.encode())
-        finally:
-            os.close(handle)
-
-    def _remove(self, name: str) -> None:
-        with contextlib.suppress(OSError):
-            os.rmdir(name, dir_fd=self.base)
-
-    def _remove_left(self) -> None:
-        """Remove the groups of jails that were killed."""
-        for name in os.listdir(self.base):
-            if name.startswith("sporeloom-") and not os.path.exists(f"/proc/{name.partition('-')[2]}"):
-                self._remove(name)
-
-    def join(self) -> None:
-        """Count this process and its children. Not the one that watches, which the kernel might end in their place."""
-        if self.events is not None:
-            self._write(f"{self.name}/cgroup.procs", "0")
-
-    def is_exceeded(self) -> bool:
-        """Whether the kernel had to end a process because memory ran out."""
-        if self.events is None:
-            return False
-        words = os.pread(self.events, 4096, 0).decode().split()
-        return any(key == "oom_kill" and int(count) > 0 for key, count in itertools.pairwise(words))
-
-    def remove(self) -> None:
-        """Remove the group, once its processes have ended."""
-        if self.events is not None:
-            for _ in range(50):
-                self._remove(self.name)
-                if self.name not in os.listdir(self.base):
-                    return
-                time.sleep(LOOK_EVERY_S)  # the kernel has yet to let go of the last one
-
-
-def memory_groups() -> list[tuple[str, str, str]]:
-    """(folder of this process's group, file of the limit, file of events) of each hierarchy that counts memory."""
-    found = []
-    with contextlib.suppress(OSError), open("/proc/self/cgroup") as file:
-        for line in file:
-            _, controllers, path = line.rstrip("\n").split(":", 2)
-            if controllers == "memory":
-                found.append((f"/sys/fs/cgroup/memory{path}", "memory.limit_in_bytes", "memory.oom_control"))
-            elif not controllers:
-                found.append((f"/sys/fs/cgroup{path}".rstrip("/"), "memory.max", "memory.events"))
-    return [entry for entry in found if os.path.exists(f"{entry[0]}/cgroup.procs")]
 
 
 def _processes() -> tuple[int, int]:
@@ -290,7 +92,7 @@ def _become(command: dict[str, Any], job: dict[str, Any], output: int, group: Me
         os.setresgid(job["uid"], job["uid"], job["uid"])
         os.setresuid(job["uid"], job["uid"], job["uid"])
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # which Python ignores, as its children would
-    _check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
+    check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
     refuse_system_calls()
     os.chdir(job["folder"])
     os.execve(command["argv"][0], command["argv"], job["environment"])

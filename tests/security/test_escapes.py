@@ -13,8 +13,11 @@ from pathlib import Path
 import pytest
 
 from sporeloom.core.errors import ConfigError
-from sporeloom.evaluation import jail, sandbox
+from sporeloom.evaluation import sandbox
+from sporeloom.evaluation.jail_root import DEVICES
+from sporeloom.evaluation.memory_group import memory_groups
 from sporeloom.evaluation.sandbox import Limits, Step
+from sporeloom.evaluation.system_calls import REFUSED
 
 LIMITS = Limits(memory_bytes=256 << 20, processes=40, output_bytes=1 << 16, disk_bytes=32 << 20)
 SYSCALL = "import ctypes, os; libc = ctypes.CDLL(None, use_errno=True)\ndef call(*a):\n"
@@ -204,9 +207,9 @@ def test_without_any_right_it_is_the_same():
     assert not {w: results[w] for w in ATTACKS if results[w][1] or results[w][0] not in (0, 1)}
 
 
-@pytest.mark.parametrize("name", jail.REFUSED)
+@pytest.mark.parametrize("name", REFUSED)
 def test_a_refused_system_call_is_refused(name):
-    numbers = jail.REFUSED[name]
+    numbers = REFUSED[name]
     output = run(SYSCALL + f"call({numbers}[os.uname().machine != 'x86_64'], 0, 0, 0, 0, 0)").output
     assert output == "Operation not permitted\n"
 
@@ -260,7 +263,7 @@ def test_the_root_holds_the_toolchain_and_nothing_else_of_the_host(tmp_path):
     parents = {Path(p).parts[1] for p in (sys.prefix, sys.base_prefix)}
     assert set(seen["/"].split()) <= allowed | parents
     assert set(seen["/etc"].split()) <= {"alternatives", "ld.so.cache", "passwd"}
-    assert set(seen["/dev"].split()) == {*jail.DEVICES, "fd", "stdin", "stdout", "stderr"}
+    assert set(seen["/dev"].split()) == {*DEVICES, "fd", "stdin", "stdout", "stderr"}
     for top in {"/root", "/home", "/tmp", "/var", "/mnt", "/opt", "/srv", "/run", "/sys"} - {f"/{p}" for p in parents}:
         assert seen[top] == "absent"
     assert lines[13] == "unseen"
@@ -320,7 +323,7 @@ def test_ordinary_programs_are_not_hindered():
 
 
 def test_no_control_group_is_left_even_by_a_killed_caller():
-    groups = [Path(base) for base, *_ in jail.memory_groups() if os.access(base, os.W_OK)]
+    groups = [Path(base) for base, *_ in memory_groups() if os.access(base, os.W_OK)]
     code = (
         "import sys; from sporeloom.evaluation.sandbox import *\n"
         "run({'untrusted.py': 'import time; time.sleep(60)'}, [Step((sys.executable, '-I', 'untrusted.py'), 60.0)],"

@@ -10,7 +10,7 @@ Lines of --data: {"prompt": ...} and what else the reward's function takes
 from collections.abc import Sequence
 
 from sporeloom.train.launch import run_training
-from sporeloom.train.tuning import GRPOConfig
+from sporeloom.train.policy import GRPOConfig
 
 
 def main(argv: Sequence[str]) -> int:

@@ -10,7 +10,7 @@ Lines of --data: {"prompt": ...} and what else the reward's function takes
 from collections.abc import Sequence
 
 from sporeloom.train.launch import run_training
-from sporeloom.train.tuning import PPOConfig
+from sporeloom.train.policy import PPOConfig
 
 
 def main(argv: Sequence[str]) -> int:

@@ -19,7 +19,8 @@ from sporeloom.nn.lora import attach_adapters
 from sporeloom.planner.task import TrainedTask
 from sporeloom.strategy.config import SINGLE_DEVICE
 from sporeloom.train.config import Run
-from sporeloom.train.tuning import DPOConfig, GRPOConfig, PPOConfig, RewardConfig, SFTConfig
+from sporeloom.train.policy import GRPOConfig, PPOConfig
+from sporeloom.train.tuning import DPOConfig, RewardConfig, SFTConfig
 
 CONFIGS = {config.task: config for config in (SFTConfig, RewardConfig, DPOConfig, GRPOConfig, PPOConfig)}
 

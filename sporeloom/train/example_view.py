@@ -10,7 +10,8 @@ from typing import Any
 from sporeloom.data.examples import Example, FittingExamples, fitted, fitted_pairs
 from sporeloom.data.tokenizer import Tokenizer, token_text
 from sporeloom.train.config import Run
-from sporeloom.train.tuning import PairConfig, PolicyConfig, open_reading, open_tokenizer
+from sporeloom.train.policy import PolicyConfig
+from sporeloom.train.tuning import PairConfig, open_reading, open_tokenizer
 
 COLOUR, PLAIN = ("\x1b[1;32m", "\x1b[0m"), ("[[", "]]")
 """Marks before and after trained tokens: on a terminal, and elsewhere."""

@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 from sporeloom.runtime.environment import launched_processes
-from sporeloom.train import distill, preferences, tuning
+from sporeloom.train import distill, policy, preferences, tuning
 from sporeloom.train.config import check
 
 PATHS = ("data", "from_checkpoint", "strategy", "output_dir", "chat_template", "reward_model", "teacher")
@@ -26,7 +26,7 @@ def run(out, strategies, tasks):
             }
             given = {flag: Path(value) if flag in PATHS and value else value for flag, value in flags.items()}
             given = {flag: tuple(value) if isinstance(value, list) else value for flag, value in given.items()}
-            made = next(getattr(part, kind) for part in (tuning, preferences, distill) if hasattr(part, kind))
+            made = next(getattr(part, kind) for part in (tuning, policy, preferences, distill) if hasattr(part, kind))
             train(check(made(**given), launched_processes()))
 
 

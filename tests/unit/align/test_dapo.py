@@ -18,7 +18,7 @@ from sporeloom.nn.objectives import Policy
 from sporeloom.tasks.grpo import GRPO
 from sporeloom.tasks.policy import PolicyTask, Round
 from sporeloom.tasks.rollouts import SampledText
-from sporeloom.train.tuning import GRPOConfig
+from sporeloom.train.policy import GRPOConfig
 
 
 def test_the_penalty_of_long_texts_grows_over_the_buffer():

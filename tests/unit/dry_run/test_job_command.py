@@ -2,7 +2,6 @@
 """The command that a dry run ends with describes the job that was compiled, for the parser of that command."""
 
 import shlex
-from importlib import import_module
 from typing import get_args
 
 import pytest
@@ -15,19 +14,17 @@ from sporeloom.inference.config import GenerateConfig
 from sporeloom.planner.task import TaskName
 from sporeloom.strategy.launching import msrun_line, start_lines
 from sporeloom.train.plain_text import TrainConfig
+from sporeloom.train.policy import GRPOConfig, PPOConfig
+from sporeloom.train.tuning import DPOConfig, RewardConfig, SFTConfig
 
 CONFIGS = {
-    "sft": "SFTConfig",
-    "reward": "RewardConfig",
-    "dpo": "DPOConfig",
-    "grpo": "GRPOConfig",
-    "ppo": "PPOConfig",
+    "pretraining": TrainConfig,
+    "sft": SFTConfig,
+    "reward": RewardConfig,
+    "dpo": DPOConfig,
+    "grpo": GRPOConfig,
+    "ppo": PPOConfig,
 }
-
-
-def kind_of(task):
-    tuning = import_module("sporeloom.train.tuning")
-    return TrainConfig if task == "pretraining" else getattr(tuning, CONFIGS[task])
 
 
 def dry_run(**flags):
@@ -38,7 +35,7 @@ def dry_run(**flags):
 def test_the_command_has_the_batch_and_the_length_of_the_dry_run(task):
     run = dry_run(task=task, batch_size=8, seq_len=64, accumulate=2, compute_dtype="float16")
     name, *flags = command_of(run)
-    config = parse_args(kind_of(task), "", [flag.replace("BETA", "0.1") for flag in flags])
+    config = parse_args(CONFIGS[task], "", [flag.replace("BETA", "0.1") for flag in flags])
     assert name == (task if task != "pretraining" else "train")
     assert config.batch_size * config.rows_per_unit == run.batch_size == 8
     assert (config.seq_len, config.accumulate, config.compute_dtype) == (64, 2, "float16")
@@ -47,7 +44,7 @@ def test_the_command_has_the_batch_and_the_length_of_the_dry_run(task):
 def test_adapters_and_auxiliary_models_are_in_the_command():
     run = dry_run(task="grpo", lora_r=4, lora_targets=("q_proj", "mlp.up"), reference=True, reward_size="tiny")
     flags = [flag.replace("BETA", "0.1") for flag in command_of(run)[1:]]
-    config = parse_args(kind_of("grpo"), "", flags)
+    config = parse_args(GRPOConfig, "", flags)
     assert (config.lora_r, config.lora_targets, config.beta) == (4, ("q_proj", "mlp.up"), 0.1)
     assert str(config.reward_model) == "REWARD_MODEL"
 

@@ -15,7 +15,8 @@ from sporeloom.inference.config import check as check_generation
 from sporeloom.models.family import size_config
 from sporeloom.train.config import check as check_training
 from sporeloom.train.example_view import view
-from sporeloom.train.tuning import DPOConfig, GRPOConfig, SFTConfig, open_tokenizer
+from sporeloom.train.policy import GRPOConfig
+from sporeloom.train.tuning import DPOConfig, SFTConfig, open_tokenizer
 
 TEMPLATE = (
     "{% if messages[0].content == 'no' %}{{ raise_exception('not that') }}{% endif %}"

@@ -12,8 +12,9 @@ from sporeloom.core.errors import ConfigError
 from sporeloom.models.family import size_config
 from sporeloom.train.config import check
 from sporeloom.train.distill import DistillConfig
+from sporeloom.train.policy import GRPOConfig, PPOConfig
 from sporeloom.train.preferences import KTOConfig, SimPOConfig
-from sporeloom.train.tuning import DPOConfig, GRPOConfig, PPOConfig, RewardConfig, SFTConfig
+from sporeloom.train.tuning import DPOConfig, RewardConfig, SFTConfig
 
 
 @pytest.fixture

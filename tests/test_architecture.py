@@ -155,7 +155,7 @@ def test_a_model_knows_no_parallel_word(folder):
         "sporeloom.strategy.loader",
         "sporeloom.strategy.stages",
         "sporeloom.partition.propagate",
-        "sporeloom.train.config",
+        "sporeloom.train.checks",
         "sporeloom.train.plain_text",
         "sporeloom.inference.config",
         "sporeloom.planner.report",

@@ -29,7 +29,7 @@ from sporeloom.inference.config import check as check_generation
 from sporeloom.runtime.environment import is_first_process, launched_processes, prepare_environment
 from sporeloom.strategy.config import SINGLE_DEVICE
 from sporeloom.strategy.text import strategy_text
-from sporeloom.train.config import check as check_training
+from sporeloom.train.checks import check as check_training
 from sporeloom.train.plain_text import TrainConfig
 
 LOGITS_BYTES = 1 << 28

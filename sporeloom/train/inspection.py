@@ -17,7 +17,7 @@ from sporeloom.core.numbers import Bounds, Natural
 from sporeloom.data.loader import Loader
 from sporeloom.data.token_file import TOKENS
 from sporeloom.data.tokenizer import Tokenizer, token_text
-from sporeloom.train.config import check
+from sporeloom.train.checks import check
 from sporeloom.train.data import prepare_data
 from sporeloom.train.plain_text import TrainConfig
 

@@ -12,7 +12,8 @@ from sporeloom.core.locks import one_writer
 from sporeloom.runtime.environment import launched_processes, prepare_environment
 from sporeloom.runtime.launch import STOPPED, launch_verb
 from sporeloom.train.budget import data_budget
-from sporeloom.train.config import Run, TrainingConfig, check, only_looks
+from sporeloom.train.checks import check
+from sporeloom.train.config import Run, TrainingConfig
 from sporeloom.train.example_view import view
 
 TRAINER = "sporeloom.train.trainer"
@@ -39,7 +40,7 @@ def run_training(verb: str, kind: type[TrainingConfig], description: str | None,
 
 def _num_processes(config: TrainingConfig) -> int | None:
     """Number of processes of the job, where they run already."""
-    return None if config.launch or only_looks(config) else launched_processes()
+    return None if config.launch or config.only_looks else launched_processes()
 
 
 def _with_folder(argv: Sequence[str], run: Run) -> list[str]:

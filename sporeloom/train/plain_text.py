@@ -124,6 +124,10 @@ class TrainConfig(RandomLTDFlags, ValidationFlags, SizeFlags, TrainingConfig):
                 )
         return self.model, config_with_file(self.config, model, self.model) if self.config else model
 
+    @property
+    def only_looks(self) -> bool:
+        return self.data_budget
+
     def model_name(self) -> str:
         return f"{self.model} {self.size}"
 

@@ -30,7 +30,8 @@ from sporeloom.parallel.step import TrainStep
 from sporeloom.runtime.engine import Engine
 from sporeloom.runtime.spmd.drawing import drawing_later
 from sporeloom.train.adafactor import Adafactor
-from sporeloom.train.config import Run, is_sharded
+from sporeloom.train.checks import is_sharded
+from sporeloom.train.config import Run
 from sporeloom.train.ema import WithAverages
 from sporeloom.train.groups import Scales
 from sporeloom.train.history import History

@@ -81,6 +81,10 @@ class TuningConfig(AdapterFlags, TrainingConfig):
         family, model = load_config(self.from_checkpoint)
         return family, model.with_domain(self.domain)
 
+    @property
+    def only_looks(self) -> bool:
+        return self.inspect > 0
+
     def model_name(self) -> str:
         return str(self.from_checkpoint)
 

@@ -14,7 +14,7 @@ from sporeloom.checkpoint.model_folder import load_config, load_weights
 from sporeloom.core.command_line import parse_args
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.hashes import HASHES
-from sporeloom.train.config import check
+from sporeloom.train.checks import check
 from sporeloom.train.plain_text import TrainConfig
 
 pytestmark = pytest.mark.slow

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sporeloom.checkpoint.manifest import FOLDER
 from sporeloom.runtime.environment import launched_processes
-from sporeloom.train.config import check
+from sporeloom.train.checks import check
 from sporeloom.train.plain_text import TrainConfig
 
 STEPS, MIDDLE = 4, 2

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sporeloom.runtime.environment import launched_processes
 from sporeloom.train import distill, policy, preferences, tuning
-from sporeloom.train.config import check
+from sporeloom.train.checks import check
 
 PATHS = ("data", "from_checkpoint", "strategy", "output_dir", "chat_template", "reward_model", "teacher")
 

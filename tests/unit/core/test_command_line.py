@@ -12,7 +12,7 @@ from conftest import ROOT, TWO_LAYERS, in_process
 from sporeloom.core.command_line import parse_args
 from sporeloom.core.errors import ConfigError
 from sporeloom.runtime import launch
-from sporeloom.train.config import check
+from sporeloom.train.checks import check
 from sporeloom.train.plain_text import TrainConfig
 
 TEXT = str(ROOT / "examples/small_town.txt")

@@ -13,7 +13,7 @@ from sporeloom.data.tokenizer import ChatMessage, chat_prompt, infill_prompt
 from sporeloom.inference.config import GenerateConfig
 from sporeloom.inference.config import check as check_generation
 from sporeloom.models.family import size_config
-from sporeloom.train.config import check as check_training
+from sporeloom.train.checks import check as check_training
 from sporeloom.train.example_view import view
 from sporeloom.train.policy import GRPOConfig
 from sporeloom.train.tuning import DPOConfig, SFTConfig, open_tokenizer

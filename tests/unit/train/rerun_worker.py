@@ -9,7 +9,7 @@ from sporeloom.core.command_line import parse_args
 from sporeloom.parallel.step import TrainStep
 from sporeloom.runtime.engine import Engine
 from sporeloom.runtime.environment import launched_processes
-from sporeloom.train.config import check
+from sporeloom.train.checks import check
 from sporeloom.train.plain_text import TrainConfig
 from sporeloom.train.rerun import SilentCorruptionError
 from sporeloom.train.trainer import train

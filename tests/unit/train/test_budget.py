@@ -10,7 +10,7 @@ from sporeloom.data.sources import DocumentSource
 from sporeloom.data.tokenize import TokenizeJob, tokenize
 from sporeloom.models.family import family_module
 from sporeloom.train.budget import data_budget
-from sporeloom.train.config import check
+from sporeloom.train.checks import check
 from sporeloom.train.data import prepare_data
 from sporeloom.train.plain_text import TrainConfig
 

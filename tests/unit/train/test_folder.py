@@ -11,7 +11,7 @@ from conftest import ROOT
 
 from sporeloom.core.command_line import parse_args
 from sporeloom.core.errors import ConfigError
-from sporeloom.train.config import check
+from sporeloom.train.checks import check
 from sporeloom.train.folder import OWN, clear, point_to, settled
 from sporeloom.train.plain_text import TrainConfig
 

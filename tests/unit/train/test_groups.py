@@ -9,7 +9,7 @@ from mindspore import Parameter, Tensor
 from sporeloom.checkpoint.contents import is_orthogonalized
 from sporeloom.core.errors import ConfigError
 from sporeloom.train.adafactor import Adafactor
-from sporeloom.train.config import check
+from sporeloom.train.checks import check
 from sporeloom.train.groups import ParameterGroup, ParameterGroups, Scales, read_groups
 from sporeloom.train.muon import Muon
 from sporeloom.train.optim import AdamW

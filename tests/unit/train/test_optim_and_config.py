@@ -7,7 +7,7 @@ import pytest
 from mindspore import Parameter, Tensor
 
 from sporeloom.core.errors import ConfigError
-from sporeloom.train.config import check
+from sporeloom.train.checks import check
 from sporeloom.train.loss_scale import LossScale
 from sporeloom.train.optim import SGD, AdamW, is_decayed
 from sporeloom.train.plain_text import TrainConfig

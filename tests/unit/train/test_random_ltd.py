@@ -15,7 +15,7 @@ from sporeloom.data.random_ltd import RandomLTD, draw_kept
 from sporeloom.data.sample_order import Sizes
 from sporeloom.models.family import family_module, size_config
 from sporeloom.nn.token_drop import attach_token_drop
-from sporeloom.train.config import check
+from sporeloom.train.checks import check
 from sporeloom.train.plain_text import TrainConfig
 from sporeloom.train.trainer import train
 

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from sporeloom.core.errors import ConfigError
-from sporeloom.train.config import check
+from sporeloom.train.checks import check
 from sporeloom.train.plain_text import TrainConfig
 from sporeloom.train.schedules import ScheduleOptions, learning_rate
 

@@ -11,7 +11,7 @@ from conftest import ROOT
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from sporeloom.core.errors import ConfigError
-from sporeloom.train.config import check
+from sporeloom.train.checks import check
 from sporeloom.train.metrics import MetricsWriter, StepMetrics
 from sporeloom.train.plain_text import TrainConfig
 from sporeloom.train.tensorboard import TensorBoard

@@ -10,7 +10,7 @@ from conftest import CONFIGS
 from sporeloom.checkpoint.model_folder import load_config, load_text_config, write_config
 from sporeloom.core.errors import ConfigError
 from sporeloom.models.family import size_config
-from sporeloom.train.config import check
+from sporeloom.train.checks import check
 from sporeloom.train.distill import DistillConfig
 from sporeloom.train.policy import GRPOConfig, PPOConfig
 from sporeloom.train.preferences import KTOConfig, SimPOConfig

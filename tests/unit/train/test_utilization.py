@@ -8,7 +8,7 @@ from conftest import CONFIGS, ROOT
 
 from sporeloom.core.errors import ConfigError
 from sporeloom.strategy.config import Recompute
-from sporeloom.train.config import check
+from sporeloom.train.checks import check
 from sporeloom.train.plain_text import TrainConfig
 from sporeloom.train.utilization import Utilization, uncounted
 

@@ -89,7 +89,6 @@ def train_decoder(
         out,
         accumulate=accumulate,
         max_grad_norm=max_grad_norm,
-        key={"proof": family, "config": config.to_dict(), "clip": max_grad_norm, "task": task.about()},
         alteration=alteration,
     )
 
@@ -112,7 +111,6 @@ def train_steps(
     accumulate: int = 1,
     max_grad_norm: float | None = None,
     is_custom: bool = False,
-    key: Mapping[str, Any] | None = None,
     alteration: Alteration | None = None,
 ) -> tuple[Engine, Any]:
     """Train five steps with each optimizer from the same weights. Writes OUT.OPTIMIZER.json (losses, norms) and .npz: the
@@ -122,7 +120,6 @@ def train_steps(
     Args:
         build: makes the network, which returns its loss.
         is_custom: whether the step runs as `auto_parallel` runs it: of the full batch, which the engine divides.
-        key: key of the graph in the compilation cache; without one it is not cached.
         alteration: changes to the program of every rank.
 
     Returns:
@@ -145,8 +142,6 @@ def train_steps(
         max_grad_norm=max_grad_norm,
         accumulate=accumulate,
     ).set_train()
-    if key:
-        step.graph_key = {**key, "accumulate": accumulate}
     first = next(iter(batches()))
     ran = Call(step, calling(Arguments.of(first, {}))) if is_custom and strategy.mesh.size > 1 else step
     engine.prepare(ran, *first)

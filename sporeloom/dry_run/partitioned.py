@@ -16,7 +16,6 @@ from mindspore import nn
 
 from sporeloom.dry_run.cells import DryRunCell, custom_cell, model_cell
 from sporeloom.mindspore_compat.device import pin_cpu
-from sporeloom.mindspore_compat.names import mind_ir
 from sporeloom.models.config import ModelConfig
 from sporeloom.parallel.report import Report
 from sporeloom.parallel.step import TrainStep
@@ -76,7 +75,6 @@ def partition_model(
     _begin()
     gc.disable()  # millions of small objects, none in cycles
     built = model_cell(family, model, strategy, batch, inference, accumulate, task)
-    built.cell.graph_key = {"dry_run": family, "model": model.to_dict(), "task": task.about(), "inference": inference}
     return _partitioned(built, strategy, strategy.num_microbatches(accumulate))
 
 
@@ -97,7 +95,7 @@ def partition_custom(
     if strategy.mesh.pp == 1:
         return _partitioned(built, strategy, 1)
     cell, report, inputs = built
-    model = compiled_or_cached(cell, inputs, strategy)
+    model = compiled_or_cached(cell, inputs)
     cut = cut_call(model, cell, strategy, num_microbatches_of(model, cell, inputs, strategy))
     sums = [position for position, name in enumerate(cut.divided.main.outputs) if name in cut.summed]
     update = CutUpdate(cut.sharded, cut.after)
@@ -114,17 +112,14 @@ def _begin() -> None:
 def _partitioned(built: DryRunCell, strategy: Strategy, num_passes: int) -> Partitioned:
     start, (cell, report, inputs) = time.perf_counter(), built
 
-    def compiled(cell: nn.Cell, inputs: Sequence[tuple[Shape, Any]]) -> mind_ir.ModelProto:
-        return compiled_or_cached(cell, inputs, strategy)
-
     trained = built.trained
     if strategy.mesh.pp == 1 and (num_passes == 1 or not trained):  # runs as one graph
-        cut = whole_cell(compiled(cell, inputs), cell, strategy)
+        cut = whole_cell(compiled_or_cached(cell, inputs), cell, strategy)
         return Partitioned(strategy, report, cut, None, 1, trained, time.perf_counter() - start)
     if not isinstance(cell, TrainStep):
-        cut = cut_cell(compiled(cell, inputs), cell, strategy, is_training=False)
+        cut = cut_cell(compiled_or_cached(cell, inputs), cell, strategy, is_training=False)
         return Partitioned(strategy, report, cut, None, 1, trained, time.perf_counter() - start)
     microbatch, inputs = microbatch_of(cell, inputs, num_passes, strategy)
-    cut = cut_cell(compiled(microbatch, inputs), microbatch, strategy, is_training=True)
-    update, sums = cut_update(compiled, cut, cell, strategy), range(1, 1 + len(trained))
+    cut = cut_cell(compiled_or_cached(microbatch, inputs), microbatch, strategy, is_training=True)
+    update, sums = cut_update(compiled_or_cached, cut, cell, strategy), range(1, 1 + len(trained))
     return Partitioned(strategy, report, cut, update, num_passes, trained, time.perf_counter() - start, sums)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -84,12 +83,6 @@ def build_model(
         net.num_kernels = use_kernels(net, library)
         net.rows_are_alone = config.experts is None and rows_are_alone(net)
     net.lends_rows = lends_rows
-    net.graph_key = {"family": family, "model": config.to_dict(), "caches": caches, "int8": int8, "ranks": ranks or {}}
-    if lends_rows:
-        net.graph_key |= {"lends_rows": True}
-    if weights_of:  # whose names are in the graph
-        first = next(iter(weights_of.get_parameters())).name
-        net.graph_key |= {"weights_of": first, "lora": dataclasses.asdict(lora) if lora else None}
     return net.set_train(False)
 
 

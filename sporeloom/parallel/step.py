@@ -109,9 +109,9 @@ class TrainStep(nn.Cell):
         self.tells_loss = not report.is_spmd and report.stage_of_loss != mesh.pp - 1
         self.of_stage = 1.0 / mesh.stage_size
         self.buffered = mesh.pp > 1 or (accumulate > 1 and not on_one_device)
-        self.optimizer_parallel = report.optimizer_parallel
         if self.buffered:  # MindSpore's parallel passes add microbatches up in these, found by their name
             self.accumulated = self.trained.clone(prefix="accu_grads", init="zeros")
+        self.reads_sums = self.buffered and not report.optimizer_parallel
 
     def attach_counters(self, rank):
         """Enable the counters of a network: each counts a part of the global batch, on the ranks of its stage."""
@@ -150,7 +150,7 @@ class TrainStep(nn.Cell):
         accumulated = gradients
         if self.buffered:
             accumulated = ops.depend(self.accumulated, gradients)
-        used = gradients if self.optimizer_parallel else accumulated
+        used = accumulated if self.reads_sums else gradients
         if self.scales_loss:
             used = self.map(ops.partial(_scale, 1.0 / self.loss_scale), used)
         used, counted = used[: self.num_weights], used[self.num_weights :]

@@ -73,9 +73,6 @@ class Distill(SFT):
         self.net = DecoderWithTeacher(model, teacher, self.loss())
         return self.net
 
-    def graph_key(self) -> dict[str, Any]:
-        return {**super().graph_key(), **self._settings()}
-
     def data_state(self) -> dict[str, Any]:
         config = self.config
         sampling = {"max_completion_length": config.max_completion_length} if config.lmbda else {}

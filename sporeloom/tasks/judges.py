@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import mindspore as ms
@@ -46,8 +45,6 @@ class Reference:
         else:
             leave_undrawn(net.get_parameters())
         report = parallelize(net, run.strategy)
-        net.graph_key = {"family": run.family, "model": run.model.to_dict(), "reference": not run.lora}
-        net.graph_key["lora"] = asdict(run.lora) if run.lora else None
         self.net = net.set_train(False)
         if not run.lora:
             rows, length = run.sizes.of_step(0)

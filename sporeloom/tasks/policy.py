@@ -63,9 +63,6 @@ class PolicyTask(Tuning):
     judge: Judge | None = None
     collected: Round | None = None
 
-    def graph_key(self) -> dict[str, Any]:
-        return {**super().graph_key(), **self._values("temperature", *self.flags)}
-
     def data_state(self) -> dict[str, Any]:
         return {**super().data_state(), **self._values("temperature", "max_completion_length", "reward", *self.flags)}
 

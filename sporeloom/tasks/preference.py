@@ -34,9 +34,6 @@ class PairTask(Tuning):
     sets: dict[str, PairSet]
     """Validation sets by name."""
 
-    def graph_key(self) -> dict[str, Any]:
-        return {**super().graph_key(), **self._flag_values()}
-
     def data_state(self) -> dict[str, Any]:
         return {**super().data_state(), **self._flag_values()}
 

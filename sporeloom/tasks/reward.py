@@ -26,9 +26,6 @@ class Reward(PairTask):
     def loss(self) -> nn.Cell:
         return PairwiseReward(self.config.center_rewards_coefficient)
 
-    def graph_key(self) -> dict[str, Any]:
-        return {**super().graph_key(), "center": self.config.center_rewards_coefficient}
-
     def batch(self, step: int) -> Sequence[NDArray[Any]]:
         pairs = self.drawn(step)
         batch = ended_batch(both(pairs), self.run.seq_len)

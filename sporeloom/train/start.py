@@ -221,15 +221,6 @@ def _build_step(run: Run, engine: Engine, task: Task, net: nn.Cell, report: Repo
         )
     if in_parts:
         leave_undrawn(parameter for parameter in step.get_parameters() if parameter.name.startswith(BEGIN_AS_ZEROS))
-    step.graph_key = {
-        "family": run.family,
-        "model": run.model.to_dict(),
-        "optimizer": optimizer_settings(run),
-        "accumulate": config.accumulate,
-        "loss_scale": run.loss_scale is not None,
-        "lora": adapter_settings(run),
-        **task.graph_key(),
-    }
     scale = None
     if run.loss_scale is not None:
         scale = LossScale(run.loss_scale, config.loss_scale_factor, config.loss_scale_window, config.max_skipped_steps)

@@ -58,10 +58,6 @@ class Task(ABC):
             attach_token_drop(net.model, run.random_ltd.layers)
         return net
 
-    def graph_key(self) -> dict[str, Any]:
-        """The task's part in the identity of the graph, besides the model and the optimizer."""
-        return {"task": self.run.config.task, "random_ltd": self.run.random_ltd and self.run.random_ltd.layers}
-
     @abstractmethod
     def open_data(self) -> None:
         """Open the data; set `tokenizer`. All ranks take part.

@@ -158,6 +158,4 @@ def _network(run: Run, trained: nn.Cell) -> nn.Cell:
     if missing := [parameter.name for parameter in net.get_parameters() if id(parameter) not in known]:
         raise RuntimeError(f"validation: {missing[0]} is not a parameter of the trained network")
     parallelize(net, run.strategy, whole=False)
-    net.graph_key = {"family": run.family, "model": run.model.to_dict(), "validation": True}
-    net.graph_key["lora"] = dataclasses.asdict(run.lora) if run.lora else None
     return net.set_train(False)

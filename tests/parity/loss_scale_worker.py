@@ -43,7 +43,6 @@ def _train(engine, strategy, out, accumulate, first, dtype, steps):
         *(wrap(net, strategy, accumulate), optimizer, report, engine.rank, engine.all_reduce()),
         **{"max_grad_norm": 1.0, "accumulate": accumulate, "loss_scale": first is not None},
     ).set_train()
-    step.graph_key = {"loss_scale_test": first is not None, "config": config.to_dict(), "accumulate": accumulate}
     batches = list(decoder_batches(config, 8))[:steps]
     engine.prepare(step, *batches[0])
     state = [p for p in step.get_parameters() if not p.name.startswith(("optimizer_", "accu_grads"))]

@@ -39,7 +39,6 @@ def _train(settings, out):
     report = parallelize(net, strategy)
     optimizer = AdamW(net.trainable_params())
     step = TrainStep(wrap(net, strategy), optimizer, report, engine.rank, engine.all_reduce()).set_train()
-    step.graph_key = {"schedules": config.to_dict()}
     batch = next(decoder_batches(config, BATCH))
     engine.prepare(step, *batch)
     optimizer.prepare(1, 1e-3)

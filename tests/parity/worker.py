@@ -156,8 +156,7 @@ def train_dropping(family, config, strategy, out):
         for step, batch in enumerate(decoder_batches(config, BATCH)):
             yield [*batch, *map(ms.Tensor, draw_kept(5, step, layers, np.arange(BATCH), shape, 24))]
 
-    key = {"dropping": layers, "config": config.to_dict()}
-    return train_steps(build, batches, strategy, out, key=key)
+    return train_steps(build, batches, strategy, out)
 
 
 def train_optimizer(path: str, options: list[str], out: str) -> None:
@@ -178,7 +177,6 @@ def train_optimizer(path: str, options: list[str], out: str) -> None:
     else:
         optimizer = Adafactor(weights, shares, all_reduce, "factored" in options, weight_decay=1.0)
     step = TrainStep(wrap(net, strategy), optimizer, report, engine.rank, all_reduce).set_train()
-    step.graph_key = {"optimizer": options}
     engine.prepare(step, *next(decoder_batches(config, BATCH)))
     losses = []
     for number, batch in enumerate(decoder_batches(config, BATCH), 1):

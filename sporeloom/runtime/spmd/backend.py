@@ -303,7 +303,7 @@ class SpmdBackend(ProgramBackend):
         problems, model = Problems(), None
         if self.rank == 0:
             with with_global_shapes(cell.get_parameters(), self._shapes):
-                model = problems.of(compiled_or_cached, cell, described, self.strategy)
+                model = problems.of(compiled_or_cached, cell, described)
         self.agree(problems)
         if isinstance(cell, Call):
             cell.structure = self.broadcast_value(cell.take_structure() if self.rank == 0 else None, 0)

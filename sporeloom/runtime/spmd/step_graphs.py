@@ -17,12 +17,14 @@ from mindspore import nn
 
 from sporeloom.core.errors import ConfigError
 from sporeloom.mindspore_compat.names import mind_ir
+from sporeloom.parallel.call import Call
 from sporeloom.parallel.step import Microbatch, TrainStep
 from sporeloom.partition.graph import Graph, Name, TensorType
 from sporeloom.partition.layout import ValueLayout
 from sporeloom.partition.sharded_graph import PartitionError
 from sporeloom.partition.stages import PassGraph, StageGraphs, StagePass, cut_into_stages
 from sporeloom.partition.updates import cut_updates
+from sporeloom.runtime.spmd.cell_key import cell_key
 from sporeloom.runtime.spmd.compilation_cache import cached_model
 from sporeloom.runtime.spmd.compile import compile_for_one_device
 from sporeloom.runtime.spmd.shard import Sharded, decide, reports_in, shard
@@ -50,22 +52,17 @@ class CutUpdate:
     graphs: list[Graph]
 
 
-def compiled_or_cached(cell: nn.Cell, described: Sequence[tuple[Shape, Any]], strategy: Strategy) -> mind_ir.ModelProto:
-    """The graph of one device: read from the compilation cache if the Cell has a `graph_key`, or compiled.
+def compiled_or_cached(cell: nn.Cell, described: Sequence[tuple[Shape, Any]]) -> mind_ir.ModelProto:
+    """The graph of one device: read from the compilation cache, or compiled.
 
     Raises:
         ConfigError: it cannot be compiled.
     """
-    key = getattr(cell, "graph_key", None)
+    key = None if isinstance(cell, Call) else cell_key(cell)  # compiling a Call records what it returns
     if key is None:
         return compile_for_one_device(cell, described)
     inputs = [[list(shape), np.dtype(dtype).str] for shape, dtype in described]
-    rules = strategy.rules  # marks set in the network before compilation
-    cells = [each for _, each in cell.cells_and_names()]
-    of_attention = [any(getattr(each, mark, False) for each in cells) for mark in ("repeats_heads", "flash_on_cpu")]
-    marks = repr((strategy.recompute, strategy.offload, rules.layers, rules.selective, of_attention))
     more = {"network": key, "one_device": str(ms.get_context("device_target")), "inputs": inputs}
-    more |= {"training": cell.training, "marks": marks}
     return cached_model(more, lambda: compile_for_one_device(cell, described))
 
 
@@ -86,8 +83,6 @@ def microbatch_of(
             f"microbatches; take {near}"
         )
     microbatch = Microbatch(step).set_train(step.training)
-    if (key := getattr(step, "graph_key", None)) is not None:
-        microbatch.graph_key, step.graph_key = {**key, "half": "microbatch"}, {**key, "half": "update"}
     return microbatch, [((shape[0] // num_microbatches, *shape[1:]), dtype) for shape, dtype in described]
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from sporeloom.core.errors import ConfigError, did_you_mean
-from sporeloom.core.numbers import Count, NotNegative, Positive, Rate
+from sporeloom.core.numbers import Bounds, Count, NotNegative, Positive, Rate, number_problems
 from sporeloom.core.reader import fields_from, read_yaml
 from sporeloom.core.shipped import CLUSTERS, shipped_or_file
 from sporeloom.strategy.mesh import Mesh
@@ -58,6 +60,42 @@ class ExpertEfficiency:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Level:
+    """A level of the network between servers and the whole cluster: a super node, a rack, a leaf switch."""
+
+    devices: Count
+    """Number of devices that it connects."""
+    gb_per_s: Positive
+    """Bandwidth in GB/s and one direction, for one device, to the other servers of the level."""
+    links: Literal["server", "network"] = "server"
+    """Kind of links: those inside a server, or those of the network, whose fitted efficiency they have."""
+    oversubscription: Annotated[float, Bounds(1)] = 1.0
+    """Bandwidth that its devices have together, divided by what the level carries when all send."""
+    latency_us: NotNegative = 0.0
+    """Latency of a message between servers of the level, beyond that of one inside a server."""
+
+    def __post_init__(self) -> None:
+        if problems := list(number_problems(self, str)):
+            raise ConfigError(problems)
+
+
+@dataclass(frozen=True)
+class Link:
+    """Links of one level, for one device."""
+
+    devices: float
+    """Number of devices that they connect; infinite for the network."""
+    gb_per_s: float
+    efficiency: float
+    oversubscription: float = 1.0
+    latency_s: float = 0.0
+
+    def rate(self, members: int = 1) -> float:
+        """GB/s that so many devices reach together."""
+        return members * self.gb_per_s * self.efficiency / self.oversubscription
+
+
+@dataclass(frozen=True, kw_only=True)
 class Cluster:
     """Servers of equal chips. Bandwidths in GB/s and one direction, for one device."""
 
@@ -71,6 +109,8 @@ class Cluster:
     devices_per_node: Count
     intra_node_gb_per_s: Positive
     inter_node_gb_per_s: Positive
+    levels: list[Level] = field(default_factory=list)
+    """Levels between servers and the network, the smallest first; none: servers are connected by the network alone."""
     host_gb_per_s: Positive = 32.0
     """Bandwidth to the host's memory: PCIe 4 with 16 lanes where the chip's data sheet gives no other."""
     alignment: Count = 8
@@ -84,6 +124,20 @@ class Cluster:
     efficiency: Efficiency | None = field(default=None)
     experts: ExpertEfficiency | None = field(default=None)
 
+    def __post_init__(self) -> None:
+        if problems := list(self._level_problems()):
+            raise ConfigError(problems)
+
+    def _level_problems(self) -> Iterator[str]:
+        inner = self.devices_per_node
+        for number, level in enumerate(self.levels):
+            if level.devices <= inner or level.devices % inner:
+                yield (
+                    f"levels[{number}].devices {level.devices} is not a multiple of the {inner} devices that the level "
+                    "below it connects; list levels from the smallest to the largest"
+                )
+            inner = level.devices
+
     @classmethod
     def of_chip(cls, chip: str, **changes: Any) -> Cluster:
         """A cluster with the values of the chip's data sheet, with `changes`."""
@@ -93,6 +147,20 @@ class Cluster:
     @property
     def fitted(self) -> Efficiency:
         return self.efficiency or fitted_efficiency(self.chip)
+
+    @functools.cached_property
+    def links(self) -> tuple[Link, ...]:
+        """Links inside a server, of each level, and of the network."""
+        fitted = self.fitted
+        efficiency = {"server": fitted.intra_node, "network": fitted.inter_node}
+        levels = [
+            Link(
+                level.devices, level.gb_per_s, efficiency[level.links], level.oversubscription, level.latency_us * 1e-6
+            )
+            for level in self.levels
+        ]
+        inside = Link(self.devices_per_node, self.intra_node_gb_per_s, fitted.intra_node)
+        return inside, *levels, Link(math.inf, self.inter_node_gb_per_s, fitted.inter_node)
 
     @property
     def fitted_experts(self) -> ExpertEfficiency:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from sporeloom.planner.cluster import Cluster
+from collections.abc import Iterator, Sequence
+
+from sporeloom.planner.cluster import Cluster, Link
 from sporeloom.planner.dimensions import Dimensions
 from sporeloom.planner.parallelism import Parallelism
 
@@ -12,16 +14,35 @@ KERNEL_HEAD = 128  # fused attention kernels take as long for narrower heads
 MESSAGE_S = 2e-6  # to send one of an all-to-all's messages off, however short: published latencies of small messages
 
 
-def group_bandwidth(cluster: Cluster, size: int, stride: int) -> float:
-    """Bytes/s at which a ring through every `stride`-th device moves data, for one device.
+def members_within(cluster: Cluster, size: int, stride: int) -> list[int]:
+    """Number of members of a group of every `stride`-th device that a server connects, each level, and the network."""
+    return [*(min(size, max(1, int(link.devices) // stride)) for link in cluster.links[:-1]), size]
 
-    Rings that leave a node share its links: of a group with k members in a node each member brings one device's link.
+
+def ring_bandwidth(cluster: Cluster, members: Sequence[int]) -> float:
+    """Bytes/s at which a ring moves data, for one device. `members`: as of `members_within`.
+
+    Rings that leave a server share its links: of a group with k members in a server each member brings one device's link.
+    The same holds for each level; one that connects no further members is not used.
     """
-    in_node = min(size, max(1, cluster.devices_per_node // stride))
-    intra = cluster.intra_node_gb_per_s * cluster.fitted.intra_node
-    if size <= in_node:
-        return intra * 1e9
-    return min(intra, in_node * cluster.inter_node_gb_per_s * cluster.fitted.inter_node) * 1e9
+    inside, *others = cluster.links
+    rate = inside.rate()
+    for link, below, within in zip(others, members, members[1:], strict=False):
+        if below < within:
+            rate = min(rate, link.rate(below))
+    return rate * 1e9
+
+
+def group_bandwidth(cluster: Cluster, size: int, stride: int) -> float:
+    """Bytes/s at which a ring through every `stride`-th device moves data, for one device."""
+    return ring_bandwidth(cluster, members_within(cluster, size, stride))
+
+
+def reached(cluster: Cluster, members: Sequence[int]) -> Iterator[tuple[Link, int]]:
+    """Links of each level, and how many other members of a group they are the shortest way to. `members`: as of
+    `members_within`."""
+    for link, below, within in zip(cluster.links, [1, *members], members, strict=False):
+        yield link, within - below
 
 
 def all_reduce(num_bytes: float, size: int, bandwidth: float) -> float:
@@ -33,14 +54,15 @@ def all_to_all(num_bytes: float, size: int, stride: int, rates: Rates, copies: i
     """Seconds in which every device sends each of `size`, every `stride`-th, its part of `num_bytes`: within a node over its
     links, to others over the device's own, each message after the other. `copies`: of what each row is among them, of which
     a node is sent one."""
-    cluster = rates.cluster
-    in_node = min(size, max(1, cluster.devices_per_node // stride))
-    near = (in_node - 1) / size * num_bytes / (cluster.intra_node_gb_per_s * cluster.fitted.intra_node * 1e9)
-    nodes = size / in_node
+    members = members_within(rates.cluster, size, stride)
+    nodes, far_bytes = size / members[0], num_bytes
     if copies:
-        num_bytes *= nodes * (1 - (1 - 1 / nodes) ** copies) / copies
-    far = (size - in_node) / size * num_bytes / (cluster.inter_node_gb_per_s * cluster.fitted.inter_node * 1e9)
-    return near + far + (size - 1) * MESSAGE_S
+        far_bytes *= nodes * (1 - (1 - 1 / nodes) ** copies) / copies
+    seconds = 0.0
+    for number, (link, others) in enumerate(reached(rates.cluster, members)):
+        sent = far_bytes if number else num_bytes
+        seconds += others / size * sent / (link.rate() * 1e9) + others * link.latency_s
+    return seconds + (size - 1) * MESSAGE_S
 
 
 class Rates:

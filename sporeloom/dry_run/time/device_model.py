@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from sporeloom.planner.cluster import Cluster
-from sporeloom.planner.rates import FLOAT32_SPEED, KERNEL_HEAD, MESSAGE_S
+from sporeloom.planner.rates import FLOAT32_SPEED, KERNEL_HEAD, MESSAGE_S, reached, ring_bandwidth
 
 KERNELS_OF_LAYER = 16
 """Kernels of a dense layer's forward pass after fusion: the fit counts launches and gaps by layer."""
@@ -57,35 +57,31 @@ class DeviceModel:
             num_bytes: of the unsharded tensor.
             ranks: that take part, in ascending order.
         """
-        size, bandwidth = len(ranks), self.bandwidth(ranks)
+        size = len(ranks)
         if size == 1:
             return 0.0
+        members = self.members(ranks)
+        bandwidth = ring_bandwidth(self.cluster, members)
         if kind == "Message":
-            return num_bytes / bandwidth + MESSAGE_S
+            return num_bytes / bandwidth + MESSAGE_S + self._rounds_latency(members)
         if kind == "AlltoAll":
-            return self._all_to_all(num_bytes, ranks)
-        half = (size - 1) / size * num_bytes / bandwidth + math.ceil(math.log2(size)) * MESSAGE_S
+            part, seconds = num_bytes / size, 0.0
+            for link, others in reached(self.cluster, members):
+                seconds += others * part / (link.rate() * 1e9) + others * link.latency_s
+            return seconds / self.cluster.fitted_experts.all_to_all + (size - 1) * MESSAGE_S
+        rounds = math.ceil(math.log2(size)) * MESSAGE_S + self._rounds_latency(members)
+        half = (size - 1) / size * num_bytes / bandwidth + rounds
         return half if kind in HALVES else 2 * half
 
-    def bandwidth(self, ranks: Sequence[int]) -> float:
-        """Bytes/s at which a ring through these ranks moves data, for one device. A ring that leaves a node shares the
-        links of its members there."""
-        in_node = self._in_node(ranks)
-        cluster = self.cluster
-        intra = cluster.intra_node_gb_per_s * cluster.fitted.intra_node
-        if in_node == len(ranks):
-            return intra * 1e9
-        return min(intra, in_node * cluster.inter_node_gb_per_s * cluster.fitted.inter_node) * 1e9
+    def members(self, ranks: Sequence[int]) -> list[int]:
+        """The fewest members of a group that a server connects, each level, and the network."""
+        within = [min(Counter(rank // link.devices for rank in ranks).values()) for link in self.cluster.links[:-1]]
+        return [*within, len(ranks)]
 
-    def _in_node(self, ranks: Sequence[int]) -> int:
-        """The fewest members of a group in one node."""
-        return min(Counter(rank // self.cluster.devices_per_node for rank in ranks).values())
-
-    def _all_to_all(self, num_bytes: float, ranks: Sequence[int]) -> float:
-        """Pairs exchange parts, each message after the other; as `planner.rates.all_to_all`."""
-        cluster, size, in_node = self.cluster, len(ranks), self._in_node(ranks)
-        intra = cluster.intra_node_gb_per_s * cluster.fitted.intra_node * 1e9
-        inter = cluster.inter_node_gb_per_s * cluster.fitted.inter_node * 1e9
-        part = num_bytes / size
-        seconds = (in_node - 1) * part / intra + (size - in_node) * part / inter
-        return seconds / cluster.fitted_experts.all_to_all + (size - 1) * MESSAGE_S
+    def _rounds_latency(self, members: Sequence[int]) -> float:
+        """Seconds that messages between servers take longer in the rounds of a collective: in those that reach as far as
+        each level."""
+        return sum(
+            math.ceil(math.log2(within / below)) * link.latency_s
+            for link, below, within in zip(self.cluster.links, [1, *members], members, strict=False)
+        )

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/reference/model_cards.md has the figures of the planner and of the networks that a server builds."""
+
+import dataclasses
+import importlib
+import json
+import math
+import re
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+from conftest import ROOT
+
+from sporeloom.cli import plan
+from sporeloom.inference.cache import cache_bytes
+from sporeloom.models.family import FAMILIES, family_module, size_config
+from sporeloom.models.parameters import parameter_specs
+from sporeloom.models.slots import num_slots_for
+from sporeloom.planner.closed_forms import parameter_bytes
+from sporeloom.planner.cluster import Cluster
+from sporeloom.planner.dimensions import of_decoder
+from sporeloom.planner.parallelism import Parallelism
+
+PAGE = (ROOT / "docs/reference/model_cards.md").read_text(encoding="utf-8")
+GB = 2**30
+CHEAP = ("PanGu-alpha 2.6B", "CodeGeeX4 9B")
+"""Cards whose plans take less than a second."""
+SERVED = ("PanGu-alpha 2.6B", "PanGu-alpha 200B", "CodeGeeX4 9B")
+
+
+@pytest.fixture(scope="module")
+def script():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")
+        yield importlib.import_module("model_cards")
+
+
+def card(script, title):
+    return next(found for found in script.CARDS if found.title == title)
+
+
+def section(title):
+    return re.search(rf"(?ms)^## {re.escape(title)}\n(.*?)(?=^## |\Z)", PAGE)[1]
+
+
+def rows(title, kind):
+    """Cells of a card's table of `Training` or `Serving`."""
+    text = section(title).partition(kind)[2].partition("\n\n")[2].partition("\n\n")[0]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in text.splitlines()[2:]]
+
+
+def number(cell):
+    return float(cell.split()[-1 if cell.startswith("tp") else 0].replace(",", "").rstrip("%"))
+
+
+def test_every_card_is_on_the_page_with_its_parameters_and_picture(script):
+    assert re.findall(r"(?m)^## (.*)$", PAGE) == ["Contents", *(found.title for found in script.CARDS), "Intervals"]
+    for found in script.CARDS:
+        assert f"\n{script.facts(found)}\n\n" in section(found.title)
+        assert (ROOT / found.path).read_text(encoding="utf-8") == script.picture(
+            found.config, f"Architecture of {found.title}"
+        )
+
+
+@pytest.mark.parametrize(
+    ("title", "total", "active"),
+    [("openPangu 2.0 Flash", 91.60e9, 5.78e9), ("openPangu 2.0 Pro", 504.60e9, 18.18e9)],
+)
+def test_a_card_counts_parameters_as_published(title, total, active):
+    shown = [int(text.replace(",", "")) for text in re.findall(r"[\d,]{9,}\d", section(title))]
+    assert shown[0] == pytest.approx(total, abs=1e7)
+    assert shown[1] == pytest.approx(active, abs=1e7)
+
+
+@pytest.mark.parametrize("title", CHEAP)
+def test_the_times_of_a_card_are_those_that_the_plan_command_prints(script, title, capsys):
+    found = card(script, title)
+    shown = rows(title, "Training")
+    assert [row[0] for row in shown] == list(script.CLUSTERS)
+    for cluster, step, interval, tokens, mfu, memory, strategy in shown:
+        flags = {
+            "model": found.family,
+            "size": found.size,
+            "cluster": cluster,
+            "devices": found.devices,
+            "global-batch-size": found.batch,
+            "seq-len": found.seq_len,
+        }
+        assert (
+            plan.main([word for name, value in flags.items() for word in (f"--{name}", str(value))] + ["--json"]) == 0
+        )
+        best = json.loads(capsys.readouterr().out)[0]
+        assert number(step) == pytest.approx(best["step_time_s"], abs=5.1e-4)
+        if cluster == "cloudmatrix384":
+            assert (best["step_time_interval_s"], interval[:6]) == (None, "none: ")
+            assert interval[6:] in best["interval"]["meaning"]
+        else:
+            bounds = [float(bound) for bound in re.findall(r"[\d.]+", interval)]
+            assert bounds == pytest.approx(best["step_time_interval_s"], rel=6e-3)
+        assert number(tokens) == pytest.approx(best["tokens_per_s"], abs=0.51)
+        assert number(mfu) == pytest.approx(100 * best["mfu"], abs=0.051)
+        assert number(memory) == pytest.approx(best["peak_bytes"] / GB, abs=0.051)
+        job = best["strategy"]
+        assert strategy.startswith(f"tp {job['tp']}, pp {job['pp']}, dp {job['dp']}")
+
+
+@pytest.mark.parametrize("title", SERVED)
+def test_the_memory_of_a_server_is_that_of_closed_formulas_on_the_fewest_devices(script, title):
+    config = dataclasses.replace(card(script, title).config, compute_dtype="bfloat16")
+    cache = cache_bytes(config, script.ROWS, num_slots_for(min(script.SERVED_TOKENS, config.seq_len)))
+    clusters = [Cluster.of_chip(name) for name in script.SERVERS for _ in ("float32", "int8")]
+    for cluster, row in zip(clusters, rows(title, "Serving"), strict=True):
+        device, kind, devices, weights, of_cache = row
+        assert number(device) == cluster.memory_gb
+        tp, usable = int(number(devices)), cluster.usable_bytes
+        bytes_of = {"float32": float_bytes, "int8": int8_bytes}[kind]
+        held_heads = max(1, config.kv_heads // tp)
+        own_cache = cache * held_heads // config.kv_heads
+        assert number(weights) == pytest.approx(bytes_of(config, tp) / GB, abs=0.0051)
+        assert number(of_cache) == pytest.approx(own_cache / GB, abs=0.0051)
+        assert bytes_of(config, tp) + own_cache <= usable
+        if tp > 1:
+            assert bytes_of(config, tp // 2) + cache * max(1, config.kv_heads // (tp // 2)) // config.kv_heads > usable
+
+
+def float_bytes(config, tp):
+    return parameter_bytes(of_decoder(config), Parallelism(tp=tp))[0]
+
+
+def int8_bytes(config, tp):
+    """A byte an entry of matrices and of the token embedding, and a float32 scale of each row; the others in float32."""
+    total = 0
+    for spec in parameter_specs(config):
+        is_coarse = spec.use == "matrix" or spec.name in ("embedding.word.weight", "head.weight")
+        shards = {"whole": 1, "tp": tp, "kv": min(tp, config.kv_heads)}[spec.sharding]
+        if is_coarse:
+            is_cut_by_rows = spec.name.rpartition(".")[0].rpartition(".")[2] not in ("output", "down")
+            total += math.prod(spec.shape) // shards + 4 * spec.shape[0] // (shards if is_cut_by_rows else 1)
+        else:
+            total += 4 * math.prod(spec.shape) // shards
+    return total
+
+
+def test_a_card_without_an_interval_or_a_strategy_that_fits_says_so(script):
+    found = card(script, "PanGu-alpha 13B")
+    nowhere = dataclasses.replace(found, devices=1, batch=1)
+    assert script.training_row(nowhere, "ascend910b")[-1].startswith("nothing fits: the nearest strategy needs ")
+    assert script.fewest_devices(found, 1e6, int8=True) is None
+
+
+def test_a_picture_shows_the_parts_that_a_model_declares(script):
+    def words(family, size):
+        root = ElementTree.fromstring(script.picture(size_config(family, size), size))
+        return " ".join(text for text in root.itertext() if text.strip())
+
+    flash, palm, alpha = words("pangu", "2_flash"), words("palm", "540b"), words("pangu", "13b")
+    for part in ("Latent attention (MLA)", "residual streams", "sinks", "sparse attention", "Multi-token prediction"):
+        assert part in flash
+        assert part not in palm + alpha
+    assert "Multi-query attention" in palm
+    assert "LayerNorm without bias" in palm
+    assert "top query layer" in alpha
+    assert "Multi-head attention" in alpha
+    assert "4 of 40 " not in alpha
+    assert "Grouped-query attention" in words("pangu", "embedded_7b")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_text_of_a_picture_fits_its_box(script, family):
+    """Letters of 11 pixels are 6 wide in the mean, of 13 pixels 7."""
+    pictures = importlib.import_module("model_pictures")
+    for size in family_module(family, "config").SIZES:
+        config = size_config(family, size)
+        for row in (*pictures.model_of(config), *pictures.layer_of(config)):
+            width = pictures.WIDTH // len(row) - 24
+            for box in row:
+                assert 7 * len(box.title) <= width, box
+                assert all(6 * len(detail) <= width for detail in box.details), box

@@ -10,7 +10,7 @@ from pangu.tokenizer import train_tokenizer
 from sporeloom.checkpoint.model_folder import write_config
 from sporeloom.core.errors import ConfigError
 from sporeloom.inference.config import GenerateConfig, check
-from sporeloom.inference.speculation import SpeculationFlags, speculation_problems
+from sporeloom.inference.speculation_config import SpeculationFlags, speculation_problems
 from sporeloom.models.family import size_config
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafts by a small model: its most likely tokens.
 
-The rank that chooses tokens holds the whole model, computes the drafts and broadcasts them. So all ranks have the same
-ones, and no strategy needs to fit the small model.
+The rank that chooses tokens holds the small model unsharded, computes the drafts and broadcasts them. So all ranks have
+the same ones, and no strategy needs to fit that model.
 """
 
 from __future__ import annotations

@@ -195,8 +195,8 @@ class Service:
             self._say(f"compiling {done} of {len(steps)}: {what}")
             compile_step()
         self.decoding, drafts = decoding, open_speculation(config, job.draft, self.engine, shape)
-        if drafts:
-            self._say("compiling what drafts need")
+        if drafts and job.draft:
+            self._say("compiling the draft model")
             drafts.drafter.prepare()
         cache = prefix_cache(decoding, cache_bytes(job.model, 1, 1), int(config.prefix_cache_gb * GB))
         self.scheduler = Scheduler(decoding, self.engine, cache, drafts)

@@ -21,12 +21,13 @@ from sporeloom.data.tokenizer import (
     Prompt,
     Tokenizer,
     chat_prompt,
+    find_tokenizer,
     folder_tokenizer,
     infill_prompt,
     text_prompt,
 )
 from sporeloom.inference.sampling import SamplingConfig
-from sporeloom.inference.speculation import SpeculationFlags, speculation_problems
+from sporeloom.inference.speculation_config import DraftModel, SpeculationFlags, read_draft, speculation_problems
 from sporeloom.inference.stopping import StopCondition, at_closed_brace, at_dedent
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import family_module
@@ -125,6 +126,8 @@ class GenerateJob:
     """Empty with --interactive."""
     ending: StopCondition | None = None
     """Function that finds where the language's functions end."""
+    draft: DraftModel | None = None
+    """With --speculate model."""
 
     @property
     def num_rows(self) -> int:
@@ -166,7 +169,9 @@ def check(
         problems += model_problems(strategy, model) if model else []
         if config.interactive and strategy.mesh.size > 1:
             problems.append("--interactive runs on one device; use --prompt-file with --strategy")
+    problems += speculation_problems(config, model, strategy)
     tokenizer = problems.of(_tokenizer, config, family, model) if family and model else None
+    draft = problems.of(_draft, config, family, model) if tokenizer and family and model else None
     language = problems.of(find_language, config.language, family) if config.language and family else None
     named = prompts
     if named is None and strategy:
@@ -179,14 +184,22 @@ def check(
     if model and config.max_new_tokens > 0:
         wrong = [p for place in formed for p in prompt_problems(*place, model, config.max_new_tokens)]
         problems += wrong[:8] + ([f"and {len(wrong) - 8} more prompts like these"] if len(wrong) > 8 else [])
+        longest = max((len(prompt.tokens) + config.max_new_tokens for _, prompt in formed), default=model.seq_len)
+        remedy = "shorten the prompts or --max-new-tokens" if formed else "leave out --interactive"
+        problems += draft.context_problems(min(longest, model.seq_len), remedy) if draft else []
     problems.raise_if_any()
     assert family and model and strategy and tokenizer and named is not None
     ending = language.ending if language else None
-    return GenerateJob(config, family, model, strategy, tokenizer, [prompt for _, prompt in formed], ending)
+    return GenerateJob(config, family, model, strategy, tokenizer, [prompt for _, prompt in formed], ending, draft)
 
 
 def _tokenizer(config: GenerateConfig, family: str, model: ModelConfig) -> Tokenizer:
     return folder_tokenizer(family, config.checkpoint, model, config.tokenizer)
+
+
+def _draft(config: GenerateConfig, family: str, model: ModelConfig) -> DraftModel | None:
+    tokenizer = config.tokenizer or find_tokenizer(family, config.checkpoint)
+    return read_draft(config, model, tokenizer, config.domain, config.weights == "int8")
 
 
 def _all_in_form(
@@ -310,7 +323,6 @@ def _own_problems(config: GenerateConfig, model: ModelConfig | None) -> list[str
     sources = [config.prompt is not None, config.prompt_file is not None, config.interactive]
     if sum(sources) > 1:
         problems.append("--prompt, --prompt-file and --interactive exclude each other")
-    problems += speculation_problems(config, model)
     if config.num_drafts and config.no_cache:
         problems.append(f"--speculate {config.speculate} drafts into the KV cache; leave out --no-cache")
     if config.min_new_tokens > config.max_new_tokens:

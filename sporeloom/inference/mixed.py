@@ -50,7 +50,8 @@ class RaggedDecoder(CacheDecoder):
         most = max(self.num_rows, min(sum(prompt_lengths), MAX_KERNEL_ROWS))
         for size in self.sizes[: bisect_left(self.sizes, most) + 1]:
             self._compile(size)
-        for size in draft_sizes(self.num_rows, self.num_drafts):
+        most = max(draft_sizes(self.num_rows, self.num_drafts), default=1)
+        for size in [size for size in self.sizes if 1 < size <= most]:
             self._compile(size, True)
 
     def shapes(self) -> Iterator[tuple[str, Callable[[], None]]]:

@@ -221,8 +221,7 @@ class Scheduler:
             return {}
         states = {row: self._rows[row] for row in rows}
         room = {row: state.request.max_new_tokens - len(state.generated) - 1 for row, state in states.items()}
-        drafts = self.speculation.draft(room)
-        return self.decoding.cut_drafts(chunks, rows, drafts) if drafts else {}
+        return self.speculation.draft(room, lambda drafts: self.decoding.cut_drafts(chunks, rows, drafts))
 
     def _admit(self) -> None:
         for number, request in list(self._waiting.items()):

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from sporeloom.data.tokenizer import Prompt, Tokenizer
 from sporeloom.inference.config import GenerateJob
 from sporeloom.inference.decoding import Decoding, UncachedDecoder
+from sporeloom.inference.draft_model import open_speculation
 from sporeloom.inference.growing_text import GrowingText
 from sporeloom.inference.mixed import cached
 from sporeloom.inference.model import load_model
 from sporeloom.inference.sampling import Sampler, SamplingConfig
 from sporeloom.inference.scheduler import FinishReason, NewToken, Request, generate
-from sporeloom.inference.speculation import SpeculationFlags, speculation
+from sporeloom.inference.speculation import Speculation
 from sporeloom.inference.stopping import StopCondition, at_text, first_of, held_back
 from sporeloom.runtime.engine import Engine
 
@@ -123,9 +124,14 @@ class Session:
     """A model with its graphs compiled, ready for prompts. `stop` may be changed between calls."""
 
     def __init__(
-        self, engine: Engine, decoding: Decoding, stop: StopConditions, drafting: SpeculationFlags | None = None
+        self, engine: Engine, decoding: Decoding, stop: StopConditions, speculation: Speculation | None = None
     ):
-        self.engine, self.decoding, self.stop, self.drafting = engine, decoding, stop, drafting
+        self.engine, self.decoding, self.stop, self.speculation = engine, decoding, stop, speculation
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the KV cache on all devices together, and of the draft model's."""
+        return self.decoding.cache_bytes + (self.speculation.drafter.cache_bytes if self.speculation else 0)
 
     def complete(
         self,
@@ -160,20 +166,21 @@ class Session:
         ids = [list(prompt.tokens) for prompt in prompts]
         most = [max_new_tokens] * len(ids) if isinstance(max_new_tokens, int) else max_new_tokens
         self.decoding.prepare([len(prompt) for prompt in ids], max(most, default=0))
+        if self.speculation:
+            self.speculation.drafter.prepare()
         requests = [
             Request(tokens, limit, sampler, stop.watch(), stream)
             for tokens, limit, stream in zip(ids, most, streams or range(len(ids)), strict=True)
         ]
         completions = [Completion(prompt.text) for prompt in prompts]
-        drafts = speculation(self.drafting) if self.drafting else None
-        for new in generate(self.decoding, self.engine, requests, drafts):
+        for new in generate(self.decoding, self.engine, requests, self.speculation):
             completion = completions[new.request]
             yield TextPiece(new.request, stop.add(completion, new), completion)
 
 
 def open_session(job: GenerateJob, engine: Engine) -> Session:
     """Open the checkpoint's model for the job's prompts."""
-    config, int8 = job.config, job.config.weights == "int8"
+    config, int8, drafts = job.config, job.config.weights == "int8", None
     if config.no_cache:
         net = load_model(config.checkpoint, job.family, job.model, job.strategy, int8=int8)
         decoding: Decoding = UncachedDecoder(engine, net, job.model, job.num_rows)
@@ -182,4 +189,5 @@ def open_session(job: GenerateJob, engine: Engine) -> Session:
         lends = config.num_drafts > 0
         net = load_model(config.checkpoint, job.family, job.model, job.strategy, shape, int8, lends_rows=lends)
         decoding = cached(engine, net, job.model, *shape, num_drafts=config.num_drafts)
-    return Session(engine, decoding, StopConditions(job.tokenizer, job.stop_ids, config.stop, job.ending), config)
+        drafts = open_speculation(config, job.draft, engine, shape)
+    return Session(engine, decoding, StopConditions(job.tokenizer, job.stop_ids, config.stop, job.ending), drafts)

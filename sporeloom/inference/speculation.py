@@ -10,60 +10,39 @@ Sources: arXiv:2211.17192 (speculative decoding), arXiv:2304.04487 (drafts copie
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
-
-from sporeloom.core.command_line import option
-from sporeloom.core.numbers import Count
-from sporeloom.models.config import ModelConfig
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
 
 LONGEST_NGRAM, SHORTEST_NGRAM = 4, 2
 FIRST_LENGTH = 4
 """Tokens of the first draft of a text."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SpeculationFlags:
-    """Flags of drafts."""
-
-    heading: ClassVar[str] = "speculative decoding"
-
-    speculate: Literal["off", "ngram"] = option(
-        "off",
-        "draft tokens that one step verifies, which changes no answer; ngram: what followed the last tokens where they "
-        "stand before, in the prompt or the answer",
-    )
-    num_speculative_tokens: Count = option(8, "maximum number of tokens drafted for a sequence in a step")
-
-    @property
-    def num_drafts(self) -> int:
-        """Maximum number of drafted tokens of a row; 0: none are."""
-        return 0 if self.speculate == "off" else self.num_speculative_tokens
-
-
-def speculation_problems(flags: SpeculationFlags, model: ModelConfig | None) -> list[str]:
-    """List the reasons why a model's tokens cannot be drafted."""
-    if flags.num_drafts and model and model.has_convolutions:
-        return [
-            f"--speculate {flags.speculate}: this model's convolutions keep the state after the last token only, so that a "
-            "drafted token cannot be taken back; leave it out"
-        ]
-    return []
-
-
-class Drafter(Protocol):
+class Drafter(ABC):
     """Proposes tokens that may follow the texts of rows. Every rank proposes the same."""
 
+    is_costly: ClassVar[bool] = False
+    """Whether a token that is not verified was a waste of time."""
+    cache_bytes: int = 0
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Compile what proposals need, unless that is done."""
+
+    @abstractmethod
     def begin(self, row: int, tokens: Sequence[int]) -> None:
         """A text begins in a row, with a prompt and its first token."""
 
+    @abstractmethod
     def add(self, row: int, tokens: Sequence[int]) -> None:
         """The next tokens of a row's text."""
 
+    @abstractmethod
     def propose(self, counts: Mapping[int, int]) -> dict[int, list[int]]:
         """Up to so many tokens for each of some rows; rows without a proposal are left out."""
 
+    @abstractmethod
     def end(self, row: int) -> None:
         """The text of a row has ended."""
 
@@ -94,11 +73,14 @@ class Ngrams:
         return []
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Drafts from the text itself."""
 
     def __init__(self) -> None:
         self._rows: dict[int, Ngrams] = {}
+
+    def prepare(self) -> None:
+        pass
 
     def begin(self, row: int, tokens: Sequence[int]) -> None:
         self._rows[row] = Ngrams(tokens)
@@ -114,6 +96,14 @@ class NgramDrafter:
         self._rows.pop(row, None)
 
 
+Drafts = Mapping[int, Sequence[int]]
+"""Tokens by rows."""
+
+
+def _whole(drafts: Drafts) -> Drafts:
+    return drafts
+
+
 class Speculation:
     """The drafts of all rows. They grow while they are right, and shrink to what was right of them.
 
@@ -127,10 +117,14 @@ class Speculation:
         self.num_drafts = self.drafted = self.accepted = 0
         """Number of drafts, of their tokens, and of those that were right."""
 
-    def draft(self, room: Mapping[int, int]) -> dict[int, list[int]]:
-        """Drafts for rows that still have room for so many tokens."""
+    def draft(self, room: Mapping[int, int], cut_drafts: Callable[[Drafts], Drafts] = _whole) -> Drafts:
+        """Drafts for rows that still have room for so many tokens, shortened by `cut_drafts` to what a step has room for."""
         counts = {row: min(self._lengths[row], most) for row, most in room.items() if row in self._lengths and most > 0}
-        return self.drafter.propose(counts) if counts else {}
+        if self.drafter.is_costly:
+            places = cut_drafts({row: range(count) for row, count in counts.items()}) if counts else {}
+            counts = {row: len(each) for row, each in places.items()}
+        drafts = self.drafter.propose(counts) if counts else {}
+        return cut_drafts(drafts) if drafts else {}
 
     def begin(self, row: int, tokens: Sequence[int]) -> None:
         """Begin to draft for a row."""
@@ -152,11 +146,6 @@ class Speculation:
         """Stop drafting for a row."""
         if self._lengths.pop(row, None) is not None:
             self.drafter.end(row)
-
-
-def speculation(flags: SpeculationFlags) -> Speculation | None:
-    """The speculation of these flags."""
-    return Speculation(NgramDrafter(), flags.num_drafts) if flags.num_drafts else None
 
 
 def cut(drafts: Mapping[int, Sequence[int]], room: int) -> dict[int, Sequence[int]]:

@@ -42,7 +42,7 @@ def _print_json(session: Session, job: GenerateJob) -> None:
             "finish_reason": completion.finish_reason,
             "prefill_s": completion.prefill_s,
             "time_per_token_s": completion.time_per_token_s,
-            "cache_bytes": session.decoding.cache_bytes,
+            "cache_bytes": session.cache_bytes,
         }
         if job.config.logprobs:
             values["log_probabilities"] = [finite(value) for value in completion.log_probabilities]
@@ -89,7 +89,10 @@ def _summary(completions: list[Completion], session: Session) -> str:
     if times:
         text += f", {sum(times) / len(times) * 1e3:.1f} ms a token"
     by = ", compiled kernels" if session.decoding.has_kernels else ""
-    return f"{text}, cache {session.decoding.cache_bytes / 2**20:.1f} MiB{by}"
+    text += f", cache {session.cache_bytes / 2**20:.1f} MiB{by}"
+    if drafts := session.speculation:
+        text += f"; {drafts.accepted} of {counted(drafts.drafted, 'drafted token', 'drafted tokens')} accepted"
+    return text
 
 
 def _converse(session: Session, job: GenerateJob) -> None:

@@ -20,7 +20,7 @@ from sporeloom.runtime.cpu.processes import CpuProcesses
 from sporeloom.runtime.environment import launched_processes
 from sporeloom.runtime.spmd.devices import SpmdDevices
 from sporeloom.strategy.checks import launch_problems
-from sporeloom.strategy.config import Strategy
+from sporeloom.strategy.config import SINGLE_DEVICE, Strategy
 from sporeloom.strategy.tensor_slice import TensorSlice
 
 
@@ -43,7 +43,7 @@ def _join(strategy: Strategy, target: str) -> Backend:
 
 
 class Engine:
-    """Runs Cells under one strategy in one process of a job. A process has one engine, because it has one MindSpore
+    """Runs Cells under one strategy in one process of a job. A process starts one engine, because it has one MindSpore
     context."""
 
     def __init__(self, strategy: Strategy, target: str, backend: Backend):
@@ -68,6 +68,10 @@ class Engine:
         if target == "CPU" and strategy.offload:
             raise ConfigError(f"{strategy.at('offload')}: one CPU device has one memory; leave it out")
         return cls(strategy, target, Backend(strategy))
+
+    def alone(self) -> Engine:
+        """An engine of this process alone, which computes what the other ranks take no part in."""
+        return Engine(SINGLE_DEVICE, self.target, Backend(SINGLE_DEVICE)) if self.strategy.mesh.size > 1 else self
 
     @property
     def in_last_stage(self) -> bool:

@@ -15,6 +15,7 @@ from sporeloom.core.lines import first_line
 from sporeloom.core.numbers import Count
 from sporeloom.data.documents import decode_text
 from sporeloom.inference.config import ComputeFlags
+from sporeloom.inference.speculation_config import SpeculationFlags
 from sporeloom.serve.config import ServeConfig, ServeJob, check
 from sporeloom.serve.fields import shown
 
@@ -31,7 +32,7 @@ def _same(name: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchConfig(ComputeFlags):
+class BatchConfig(ComputeFlags, SpeculationFlags):
     """One call of `sporeloom batch`."""
 
     heading: ClassVar[str] = "batch"

@@ -17,9 +17,9 @@ from sporeloom.core.errors import ConfigError, Problems
 from sporeloom.core.lines import split_lines
 from sporeloom.core.numbers import Count, Natural, NotNegative, Positive, number_problems
 from sporeloom.data.documents import decode_text
-from sporeloom.data.tokenizer import Tokenizer, folder_tokenizer
+from sporeloom.data.tokenizer import Tokenizer, find_tokenizer, folder_tokenizer
 from sporeloom.inference.config import ComputeFlags
-from sporeloom.inference.speculation import SpeculationFlags, speculation_problems
+from sporeloom.inference.speculation_config import DraftModel, SpeculationFlags, read_draft, speculation_problems
 from sporeloom.models.adapters import ADAPTER_CONFIG, base_folder, is_adapter_folder, is_reward_adapter
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import family_module
@@ -144,6 +144,8 @@ class ServeJob:
     adapters: tuple[Adapter, ...] = ()
     file_keys: tuple[str, ...] = ()
     """Keys of --api-key-file."""
+    draft: DraftModel | None = None
+    """With --speculate model."""
 
     @property
     def name(self) -> str:
@@ -193,11 +195,13 @@ def check(config: ServeConfig, num_processes: int | None, rank: int = 0) -> Serv
         problems += model_problems(strategy, model) if model else []
     models: list[ServedModel] = []
     adapters: list[Adapter] = []
-    problems += speculation_problems(config, model)
+    problems += speculation_problems(config, model, strategy)
+    draft = None
     if family and model:
         if tokenizer := problems.of(folder_tokenizer, family, config.checkpoint, model, config.tokenizer):
             models.append(ServedModel(_name(config), tokenizer, model.end_ids))
             problems.of(chat_format, tokenizer, config.tool_call_parser, config.reasoning_parser)
+            draft = problems.of(_read_draft, config, family, model)
         for word in config.lora_modules:
             if found := problems.of(_read_module, word, config, family, model, models):
                 adapters.append(found[-1])
@@ -218,7 +222,22 @@ def check(config: ServeConfig, num_processes: int | None, rank: int = 0) -> Serv
     assert family and model and strategy and models
     formats = config.tool_call_parser, config.reasoning_parser
     models = [replace(each, form=chat_format(each.tokenizer, *formats)) for each in models]
-    return ServeJob(config, family, model, strategy, tuple(models), tuple(adapters), keys or ())
+    return ServeJob(config, family, model, strategy, tuple(models), tuple(adapters), keys or (), draft)
+
+
+def _read_draft(config: ServeConfig, family: str, model: ModelConfig) -> DraftModel | None:
+    """Read the draft model, if there is one.
+
+    Raises:
+        ConfigError: it cannot draft for this model.
+    """
+    tokenizer = config.tokenizer or find_tokenizer(family, config.checkpoint)
+    draft = read_draft(config, model, tokenizer, config.domain, config.weights == "int8")
+    if draft:
+        longest = min(config.max_model_len or model.seq_len, model.seq_len)
+        if wrong := draft.context_problems(longest, f"give --max-model-len {draft.model.seq_len}"):
+            raise ConfigError(wrong)
+    return draft
 
 
 def _read_keys(config: ServeConfig) -> tuple[str, ...]:

@@ -22,12 +22,12 @@ from typing import Any, Literal
 from sporeloom.core.lines import first_line
 from sporeloom.core.log import LogBudget, counted, milestone
 from sporeloom.inference.cache import cache_bytes
+from sporeloom.inference.draft_model import open_speculation
 from sporeloom.inference.mixed import cached, takes
 from sporeloom.inference.model import load_model
 from sporeloom.inference.prefix_cache import prefix_cache
 from sporeloom.inference.sampling import Processor, Sampler, SamplingConfig, add_bias
 from sporeloom.inference.scheduler import Event, Failure, InternalError, Request, Scheduler
-from sporeloom.inference.speculation import speculation
 from sporeloom.models.slots import num_slots_for
 from sporeloom.runtime.engine import Engine
 from sporeloom.serve.config import CHUNK, MIXED_CHUNK, ServeJob
@@ -194,9 +194,12 @@ class Service:
         for done, (what, compile_step) in enumerate(steps, 1):
             self._say(f"compiling {done} of {len(steps)}: {what}")
             compile_step()
-        self.decoding = decoding
+        self.decoding, drafts = decoding, open_speculation(config, job.draft, self.engine, shape)
+        if drafts and job.draft:
+            self._say("compiling the draft model")
+            drafts.drafter.prepare()
         cache = prefix_cache(decoding, cache_bytes(job.model, 1, 1), int(config.prefix_cache_gb * GB))
-        self.scheduler = Scheduler(decoding, self.engine, cache, speculation(config))
+        self.scheduler = Scheduler(decoding, self.engine, cache, drafts)
         gc.collect()
         gc.freeze()  # the loaded objects stay: a garbage collection over them would delay everything by half a second
         self.state, self.progress = "ready", ""

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixed requests in one process of a job, alone and together, with drafts and with a warm prefix cache, for test_drafts."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from sporeloom.checkpoint.adapters import read_adapter
 from sporeloom.checkpoint.model_folder import load_config
-from sporeloom.data.tokenizer import folder_tokenizer
+from sporeloom.data.tokenizer import find_tokenizer, folder_tokenizer
 from sporeloom.inference.cache import cache_bytes
+from sporeloom.inference.draft_model import open_speculation
 from sporeloom.inference.mixed import cached
 from sporeloom.inference.model import load_model
 from sporeloom.inference.prefix_cache import prefix_cache
@@ -16,6 +18,7 @@ from sporeloom.inference.sampling import Sampler, SamplingConfig
 from sporeloom.inference.scheduler import NewToken, Request, Scheduler
 from sporeloom.inference.session import StopConditions
 from sporeloom.inference.speculation import NgramDrafter, Speculation
+from sporeloom.inference.speculation_config import SpeculationFlags, read_draft
 from sporeloom.runtime.engine import Engine
 from sporeloom.serve.constraint import TokenMask
 from sporeloom.strategy.config import SINGLE_DEVICE
@@ -67,7 +70,7 @@ def answers(scheduler, asked):
 
 def opened(decoding, engine, *more):
     """A scheduler whose rows hold nothing."""
-    for row in range(ROWS):
+    for row in range(decoding.num_rows):
         decoding.trim(row, 0)
     return Scheduler(decoding, engine, *more)
 
@@ -101,3 +104,39 @@ def mixed(checkpoint, strategy=None, modules=(), int8=False, count=18):
     found["warm"] = answers(warm, asked())
     counts = {"drafted": speculation.drafted, "accepted": speculation.accepted, "reused": warm.reused_tokens - before}
     return {**found, **counts, "kind": type(plain).__name__} if engine.is_log_rank else None
+
+
+def by_models(checkpoint, drafts, strategy=None, num_rows=ROWS, count=10):
+    """Answers together without drafts, and with those of each of some models, from a warm prefix cache the second time; and
+    what was drafted, accepted and reused."""
+    engine = Engine.start(load_strategy(Path(strategy)) if strategy else SINGLE_DEVICE)
+    folder = Path(checkpoint)
+    family, config = load_config(folder)
+    shape = num_rows, SLOTS
+    tokenizer, file = folder_tokenizer(family, folder, config), find_tokenizer(family, folder)
+
+    def decoding(num_drafts):
+        net = load_model(folder, family, config, engine.strategy, shape, lends_rows=num_drafts > 0)
+        return cached(engine, net, config, *shape, CHUNK, num_drafts)
+
+    def asked():
+        return list(requests(tokenizer, config.end_ids, count, 0))
+
+    def greedy():
+        sampler = Sampler(SamplingConfig(), config.end_ids, tokenizer.vocab_size)
+        return [replace(each, sampler=sampler, max_new_tokens=20) for each in asked()]
+
+    plain, drafting = opened(decoding(0), engine), decoding(DRAFTS)
+    found = {"mixed": answers(plain, asked()), "greedy": answers(plain, greedy())}
+    for place in drafts:
+        flags = SpeculationFlags(speculate="model", draft_model=Path(place), num_speculative_tokens=DRAFTS)
+        draft = read_draft(flags, config, file, None, False)
+        speculation = open_speculation(flags, draft, engine, shape)
+        scheduler = opened(drafting, engine, prefix_cache(drafting, cache_bytes(config, 1, 1), 2**26), speculation)
+        told, counts = {}, {}
+        for name, ask in (("mixed", asked), ("warm", asked), ("greedy", greedy)):
+            speculation.drafted = speculation.accepted = scheduler.reused_tokens = 0
+            told[name] = answers(scheduler, ask())
+            counts[name] = (speculation.drafted, speculation.accepted, scheduler.reused_tokens)
+        found[Path(place).name] = {"answers": told, "counts": counts}
+    return found if engine.is_log_rank else None

@@ -51,9 +51,10 @@ class CpuProcesses(SpmdBackend):
         size = strategy.mesh.size
         # If a process joins a second job, all ranks do.
         job = job_name() if size > 1 else f"alone-{os.getpid()}"
-        transport = Transport(launched_rank(), size, f"{job}-{next(_jobs)}")
+        rank = launched_rank() if size > 1 else 0
+        transport = Transport(rank, size, f"{job}-{next(_jobs)}")
         atexit.register(transport.close)
-        return cls(strategy, launched_rank(), transport)
+        return cls(strategy, rank, transport)
 
     def run(self, cell: nn.Cell, inputs: Sequence[Tensor]) -> Any:
         if self._nan_finder:

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags of speculative decoding and their checks: every mistake that can be found before MindSpore is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from sporeloom.checkpoint.model_folder import load_text_config
+from sporeloom.core.command_line import option
+from sporeloom.core.errors import Problems
+from sporeloom.core.numbers import Count
+from sporeloom.data.tokenizer import content_hash, find_tokenizer
+from sporeloom.models.config import ModelConfig
+from sporeloom.strategy.config import Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculationFlags:
+    """Flags of drafts."""
+
+    heading: ClassVar[str] = "speculative decoding"
+
+    speculate: Literal["off", "ngram", "model"] = option(
+        "off",
+        "draft tokens that one step verifies, which changes no answer; ngram: what followed the last tokens where they "
+        "stand before, in the prompt or the answer; model: what --draft-model would say",
+    )
+    draft_model: Path | None = option(
+        None, "checkpoint folder of a smaller model with the same tokenizer, for --speculate model (default: none)"
+    )
+    num_speculative_tokens: Count = option(8, "maximum number of tokens drafted for a sequence in a step")
+
+    @property
+    def num_drafts(self) -> int:
+        """Maximum number of drafted tokens of a row; 0: none are."""
+        return 0 if self.speculate == "off" else self.num_speculative_tokens
+
+
+@dataclass(frozen=True)
+class DraftModel:
+    """A model that drafts tokens for another one."""
+
+    folder: Path
+    family: str
+    model: ModelConfig
+    int8: bool
+
+    def context_problems(self, longest: int, remedy: str) -> list[str]:
+        """List the reasons why it cannot read texts of up to so many tokens, with what may be done about it."""
+        context = self.model.seq_len
+        if context >= longest:
+            return []
+        return [
+            f"--draft-model {self.folder}: its context of {context} tokens is shorter than the {longest} that a text may "
+            f"have; {remedy}, or another draft model"
+        ]
+
+
+def speculation_problems(
+    flags: SpeculationFlags, model: ModelConfig | None, strategy: Strategy | None = None
+) -> list[str]:
+    """List the reasons why a model's tokens cannot be drafted so."""
+    problems = []
+    if flags.num_drafts and model and model.has_convolutions:
+        problems.append(f"--speculate {flags.speculate}: this model's {_NO_WAY_BACK}; leave it out")
+    if flags.speculate == "model" and flags.draft_model is None:
+        problems.append("--speculate model needs a model that drafts; name its checkpoint folder with --draft-model")
+    if flags.speculate != "model" and flags.draft_model is not None:
+        problems.append(
+            f"--draft-model {flags.draft_model} is for --speculate model, got {flags.speculate}; give both or none"
+        )
+    if flags.speculate == "model" and strategy and strategy.mesh.size > 1 and strategy.engine == "mindspore":
+        problems.append(
+            f"{strategy.at('engine')}: --speculate model computes drafts on one rank alone, which MindSpore's partitioner "
+            "does not allow; remove the line"
+        )
+    return problems
+
+
+_NO_WAY_BACK = "convolutions keep the state after the last token only, so that a drafted token cannot be taken back"
+
+
+def read_draft(
+    flags: SpeculationFlags, model: ModelConfig, tokenizer: Path, domain: int | None, int8: bool
+) -> DraftModel | None:
+    """Read the configuration of the draft model, if there is one, for drafts of `model` with this tokenizer.
+
+    Args:
+        tokenizer: path of the tokenizer's file, or of its folder.
+        domain: of all texts, where the draft model has domains as well.
+
+    Raises:
+        ConfigError: it cannot be read, or cannot draft for that model: all problems at once.
+    """
+    folder = flags.draft_model
+    if flags.speculate != "model" or folder is None:
+        return None
+    problems = Problems()
+    family, draft = load_text_config(folder)
+    if draft.num_domains > 1:
+        draft = problems.of(draft.with_domain, domain) or draft
+    problems += [f"--draft-model {folder}: {line}" for line in _differences(folder, family, draft, model, tokenizer)]
+    problems.raise_if_any()
+    return DraftModel(folder, family, draft, int8)
+
+
+def _differences(folder: Path, family: str, draft: ModelConfig, model: ModelConfig, tokenizer: Path) -> Iterator[str]:
+    """The reasons why a draft model's tokens are not those of a model."""
+    if draft.has_convolutions:
+        yield f"its {_NO_WAY_BACK}; choose another draft model"
+    if draft.vocab_size != model.vocab_size:
+        yield (
+            f"its vocabulary has {draft.vocab_size} tokens, the model's {model.vocab_size}; choose a draft model with the "
+            "same vocabulary"
+        )
+    own = find_tokenizer(family, folder)
+    if tokenizer.is_dir():
+        tokenizer = find_tokenizer(family, tokenizer)
+    if not own.is_file():
+        yield f"{own.name} is not there; a draft model needs the tokenizer that it was trained with, the model's own"
+    elif content_hash(own) != content_hash(tokenizer):
+        yield f"{own} is another tokenizer than {tokenizer}; choose a draft model with the same one"

@@ -26,6 +26,9 @@ from sporeloom.data.special_tokens import SpecialTokens
 END_OF_TEXT = "<|endoftext|>"
 NUM_EXTRA = 143
 FIRST_RUN, LONGEST_RUN = 10, 10  # <|extratoken_10|> is two spaces, <|extratoken_18|> ten
+MIN_VOCAB_SIZE = 1 + 256 + NUM_EXTRA
+TOKENIZER_KINDS = ("byte-level-bpe",)
+"""Kinds that `train_tokenizer` makes."""
 MAX_CACHED_PIECES = 1_000_000
 MAX_VOCAB_BYTES = 64 << 20
 """Maximum size of vocab.json; the published one has one megabyte."""
@@ -172,15 +175,15 @@ def _with_extra_tokens(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def train_tokenizer(documents: Iterable[str], vocab_size: int) -> bytes:
-    """Train a tokenizer.json of at most `vocab_size` tokens, END_OF_TEXT being token 0.
+def train_tokenizer(documents: Iterable[str], vocab_size: int, kind: str = TOKENIZER_KINDS[0]) -> bytes:
+    """Train a tokenizer.json of at most `vocab_size` tokens, END_OF_TEXT being token 0. `kind`: the only one.
 
     Raises:
         ConfigError: `vocab_size` leaves no room for the bytes and the extra tokens.
     """
-    least = 1 + 256 + NUM_EXTRA
-    if vocab_size < least:
-        raise ConfigError(f"a vocabulary of {vocab_size} is too small for {least} bytes and special tokens")
+    assert kind in TOKENIZER_KINDS, kind
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise ConfigError(f"a vocabulary of {vocab_size} is too small for {MIN_VOCAB_SIZE} bytes and special tokens")
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(

@@ -34,6 +34,7 @@ SUBCOMMANDS = {
     "dry-run": ("", "explain"),
     "evaluate": ("humaneval-x", "lm-eval"),
     "config": ("diff",),
+    "tokenizer": ("train", "stats"),
 }
 """Verbs whose first word may choose among several commands; "" is the verb alone. Those of preprocess are its COMMANDS."""
 

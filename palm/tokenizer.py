@@ -9,10 +9,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from sporeloom.core.errors import ConfigError
-from sporeloom.data.pieces import PieceTokenizer, described, has_bytes, rare_characters, train_pieces
+from sporeloom.data.pieces import SPACE, PieceTokenizer, described, has_bytes, rare_characters, train_pieces
 
 END = "</s>"
 MIN_VOCAB_SIZE = 3 + 256 + 10
+TOKENIZER_KINDS = ("bpe", "unigram")
+"""Kinds that `train_tokenizer` makes, the published one first."""
 
 
 class PaLMTokenizer(PieceTokenizer):
@@ -32,7 +34,7 @@ class PaLMTokenizer(PieceTokenizer):
             raise ConfigError(f"{path}: not PaLM's tokenizer: {described(self.file)}, which {', '.join(why)}")
 
 
-def train_tokenizer(documents: Iterable[str], vocab_size: int) -> bytes:
+def train_tokenizer(documents: Iterable[str], vocab_size: int, kind: str = TOKENIZER_KINDS[0]) -> bytes:
     """Train a SentencePiece model of at most `vocab_size` pieces: <unk> 0, </s> 1, a piece for each byte.
 
     Raises:
@@ -49,8 +51,9 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> bytes:
     return train_pieces(
         (text.translate(rare) for text in texts) if rare else texts,
         vocab_size,
-        model_type="bpe",
+        model_type=kind,
         character_coverage=0.9995,
+        required_chars=SPACE,  # also where the texts have no spaces: the bytes of this sign would be decoded as the sign
         byte_fallback=True,
         split_digits=True,
         normalization_rule_name="identity",

@@ -30,6 +30,10 @@ SPECIAL = ("<unk>", "<s>", "</s>", NEWLINE, SPACE, "<sep>", "<pad>", "<mask>", "
 _WHITE = str.maketrans({" ": "", SPACE: " ", NEWLINE: "\n"})
 """Pieces that stand for white space, and their characters: the spaces between pieces stand between jieba's words."""
 NUM_BYTES = 256
+MIN_VOCAB_SIZE = 14
+"""Leaves room for the special pieces and a character."""
+TOKENIZER_KINDS = ("unigram", "bpe")
+"""Kinds that `train_tokenizer` makes, the published one first."""
 # What jieba takes for one block, in which it looks for words; everything else is words of one character.
 _BLOCKS = re.compile(r"([\u4E00-\u9FD5a-zA-Z0-9+#&\._%\-]+)")
 _PUNCTUATION = re.compile(r"[+#&._%\-]")  # inside a block: rjieba cuts decimals elsewhere
@@ -104,24 +108,24 @@ def _jieba() -> Any:
     return jieba
 
 
-def train_tokenizer(documents: Iterable[str], vocab_size: int) -> bytes:
-    """Train a SentencePiece unigram model of at most `vocab_size` pieces, in the released vocabulary's form.
+def train_tokenizer(documents: Iterable[str], vocab_size: int, kind: str = TOKENIZER_KINDS[0]) -> bytes:
+    """Train a SentencePiece model of at most `vocab_size` pieces, in the released vocabulary's form.
 
     Where there is room it has a piece for each byte, so that no character is unknown.
 
     Raises:
         ConfigError: `vocab_size` leaves no room for characters.
     """
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise ConfigError(f"a vocabulary of {vocab_size} is too small for {len(SPECIAL)} special pieces and characters")
     lines = [segment(line) for document in documents for line in document.split("\n") if line.strip()]
     with_bytes = vocab_size >= 2 * NUM_BYTES
     room = int(0.8 * vocab_size) - len(SPECIAL) - with_bytes * NUM_BYTES  # the rest is for pieces of several characters
-    if room < 1:
-        raise ConfigError(f"a vocabulary of {vocab_size} is too small for {len(SPECIAL)} special pieces and characters")
     rare = rare_characters(lines, room)
     return train_pieces(
         (line.translate(rare) for line in lines),
         vocab_size,
-        model_type="unigram",
+        model_type=kind,
         character_coverage=1.0,
         byte_fallback=with_bytes,
         user_defined_symbols=list(SPECIAL[3:]),

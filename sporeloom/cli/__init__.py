@@ -39,6 +39,7 @@ GROUPS = {
     },
     "Data": {
         "preprocess": "Filter, deduplicate and tokenize raw text",
+        "tokenizer": "`tokenizer train`: train a tokenizer; `tokenizer stats`: fertility and compression, compared",
     },
     "Checkpoints": {
         "checkpoint-info": "Show what a training checkpoint holds, and verify it",

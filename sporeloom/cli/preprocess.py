@@ -32,6 +32,7 @@ from sporeloom.core.json_text import json_text
 from sporeloom.core.numbers import MAX_COUNT, Bounds, Count, Natural, Positive, Probability, Seed, Share
 from sporeloom.core.outputs import replacing
 from sporeloom.data.cluster import RayCluster, Workers, leave
+from sporeloom.data.corpus import CorpusConfig
 from sporeloom.data.curriculum import Metric
 from sporeloom.data.decontaminate import DecontaminationSettings, make_decontaminator, read_evaluation
 from sporeloom.data.dedup import dedup
@@ -41,7 +42,7 @@ from sporeloom.data.megatron_files import read_megatron_files, write_megatron_fi
 from sporeloom.data.mindrecord import COLUMN, read_mindrecord, write_mindrecord
 from sporeloom.data.minhash import MinHash
 from sporeloom.data.rewrite import SAMPLES, rewrite
-from sporeloom.data.sources import MAX_DOCUMENT_MB, SHARD_MB, DocumentSource
+from sporeloom.data.sources import SHARD_MB, DocumentSource
 from sporeloom.data.staging import staged
 from sporeloom.data.stores import DocumentPath
 from sporeloom.data.substrings import SubstringSettings, dedup_substrings
@@ -56,14 +57,7 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 
 
 @dataclass(frozen=True, kw_only=True)
-class Common(Overwrite):
-    inputs: tuple[DocumentPath, ...] = argument("files or folders of documents, or URLs as s3://BUCKET/FOLDER")
-    key: str = option("text", "field of JSON lines, or column of tables, with the text")
-    suffixes: tuple[str, ...] = option(
-        (), "endings of the file names to read in folders, as in .py .cpp (default: all files)"
-    )
-    on_error: Literal["stop", "skip"] = option("stop", "action on unreadable documents: stop, or count them and skip")
-    max_document_mb: Positive = option(MAX_DOCUMENT_MB, "maximum size of a document in MB; a longer one cannot be read")
+class Common(CorpusConfig):
     workers: Count = option(CORES, "number of processes; the output does not depend on it")
     engine: Literal["local", "ray"] = option(
         "local", "where the processes run; ray: on a Ray cluster, one task for each group of files"
@@ -89,15 +83,8 @@ class Common(Overwrite):
         scratch = out.resolve()
         return RayCluster(self.address, self.workers, scratch.with_name(f".{scratch.name}.shards"))
 
-    def source(self) -> DocumentSource:
-        return DocumentSource(
-            self.inputs,
-            self.key,
-            self.suffixes,
-            self.on_error,
-            self.max_document_mb,
-            self.shard_mb,
-        )
+    def source(self, **more: Any) -> DocumentSource:
+        return super().source(shard_mb=self.shard_mb, **more)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ import sentencepiece
 
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.files import read_bytes
+from sporeloom.data.passages import MAX_PASSAGE_CHARS
 from sporeloom.data.piece_file import BYTE, CONTROL, UNKNOWN, USER_DEFINED, PieceFile, read_piece_file
 from sporeloom.data.special_tokens import SpecialTokens
 
@@ -140,10 +141,6 @@ def described(file: PieceFile) -> str:
     return f"a SentencePiece model of {len(file.kinds):,} pieces that begin with {first}"
 
 
-LONGEST_LINE = 1000
-"""Characters; SentencePiece skips lines of more than 4192 bytes."""
-
-
 def rare_characters(lines: Iterable[str], most: int) -> dict[int, None]:
     """Argument of `str.translate` that drops all characters but the `most` commonest, and whitespace. SentencePiece needs
     a piece for at least 98 % of a text's characters: those without room are removed before."""
@@ -152,8 +149,8 @@ def rare_characters(lines: Iterable[str], most: int) -> dict[int, None]:
 
 
 def train_pieces(lines: Iterable[str], vocab_size: int, **options: Any) -> bytes:
-    """Train a SentencePiece model of at most `vocab_size` pieces, the same from the same lines. `options`:
-    SentencePiece's.
+    """Train a SentencePiece model of at most `vocab_size` pieces, the same from the same lines, of which all are used:
+    SentencePiece's own sample differs from run to run. `options`: SentencePiece's.
 
     Raises:
         ConfigError: SentencePiece cannot make one of these texts.
@@ -162,14 +159,14 @@ def train_pieces(lines: Iterable[str], vocab_size: int, **options: Any) -> bytes
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=(
-                line[start : start + LONGEST_LINE] for line in lines for start in range(0, len(line), LONGEST_LINE)
+                line[start : start + MAX_PASSAGE_CHARS]
+                for line in lines
+                for start in range(0, len(line), MAX_PASSAGE_CHARS)
             ),
             model_writer=model,
             vocab_size=vocab_size,
             hard_vocab_limit=False,
             num_threads=1,
-            input_sentence_size=200_000,
-            shuffle_input_sentence=True,
             minloglevel=2,
             **{"unk_id": 0, "pad_id": -1, **options},
         )

@@ -18,6 +18,7 @@ from sporeloom.data.curriculum import Curriculum, check_index, read_curriculum
 from sporeloom.data.loader import Dataset, Loader, rows_of_rank
 from sporeloom.data.megatron import MegatronLoader
 from sporeloom.data.packing import Arrangement, BestFit, ShuffledStream, Stream, save_packing
+from sporeloom.data.passages import sample_passages
 from sporeloom.data.sources import DocumentSource
 from sporeloom.data.token_file import TokenFile
 from sporeloom.data.tokenize import TokenizeJob, tokenize
@@ -101,7 +102,7 @@ def _tokenized(run: Run, rank: int) -> tuple[Tokenizer, BlendEntry]:
     if config.tokenizer is None:
 
         def train_tokenizer(partial: Path) -> None:
-            partial.write_bytes(module.train_tokenizer(documents, run.model.vocab_size))
+            partial.write_bytes(module.train_tokenizer(sample_passages(documents).texts, run.model.vocab_size))
 
         made_once(path, first, lambda path: write_atomically(path, train_tokenizer))
     tokenizer = load_tokenizer(run.family, path, run.model)

@@ -171,7 +171,7 @@ CHUNKS = 12
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_the_ranks_compute_so_of_many_more(chunk):
-    """The kinds in turn, from the one of that number on; each on 600 random inputs and layouts."""
+    """The kinds in turn, from the one of that number on; each on 300 random inputs and layouts."""
     for kind in list(SAMPLES)[chunk::CHUNKS]:
         seed = sum(map(ord, kind)) + 1000
         draw, random = Draw(seed), np.random.default_rng(seed)

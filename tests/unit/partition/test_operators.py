@@ -21,7 +21,7 @@ from sporeloom.partition.redistribute import redistribution
 COMPUTE, SAMPLES = {**KINDS, **MORE_KINDS}, {**SAMPLES_OF_KINDS, **SAMPLES_OF_MORE}
 GRIDS = [{"dp": 2}, {"dp": 2, "tp": 2}, {"tp": 2, "dp": 3}, {"dp": 2, "cp": 2, "tp": 2}]
 MORE_GRIDS = [*GRIDS, {"tp": 3}, {"dp": 4}, {"dp": 3, "tp": 2}, {"dp": 4, "tp": 2}, {"tp": 8}]
-CASES, MANY = 100, 600
+CASES, MANY = 100, 300
 REMADE = []
 ATTRIBUTES = {"TensorScatterElements": {"axis": 1}}
 

@@ -89,6 +89,9 @@ def main() -> None:
     (folder / "one.yaml").write_text(ONE_DEVICE, encoding="utf-8")
     for name, fields in MODELS.items():
         (folder / f"{name}.json").write_text(json.dumps(fields), encoding="utf-8")
+    about = f"Before the calibration{', which was --quick,' * asked.quick} the load was {begin:.1f}."
+    if asked.cluster:
+        about = "The machine was calibrated before."
     for model, strategy, batch_size in JOBS[: asked.jobs]:
         time = predicted(folder, cluster, model, strategy, batch_size)
         load = os.getloadavg()[0]
@@ -96,17 +99,22 @@ def main() -> None:
         name = f"{model}, {(strategy or 'one process').removeprefix('pangu_tiny_')}, {batch_size} sequences"
         rows.append(row(name, time, seconds, load))
         print(rows[-1][0], flush=True)
+        write(rows, asked.steps, about)  # after each job: what was measured is kept
+
+
+def write(rows, steps, about):
+    """Write the report of the jobs so far."""
     errors = sorted(abs(error) for _, error in rows)
     good = sum(error <= TARGET for error in errors)
-    about = (
+    head = [
         f"{good} of {len(rows)} jobs are within {TARGET:.0%}; median error {statistics.median(errors):.0%}, worst "
-        f"{errors[-1]:.0%}. Times in ms: predicted, and the median of "
-        f"{asked.steps - WARM_UP} measured steps with the quartiles. Load: of the machine before the job's training "
-        f"({begin:.1f} before the calibration{', which was --quick' * asked.quick}); "
-        "a quiet machine has less than 1."
-    )
+        f"{errors[-1]:.0%}. {len(JOBS) - len(rows)} of the {len(JOBS)} jobs were not run.",
+        "",
+        f"Times in ms: predicted, and the median of {steps - WARM_UP} measured steps with the quartiles. Load of the machine "
+        f"before the job's training; a quiet machine has less than 1. {about}",
+    ]
     titles = ["job", "predicted", "measured", "error", "load", *NAMES.values(), "communication, idle"]
-    lines = [about, "", f"| {' | '.join(titles)} |", "|---" * len(titles) + "|", *(line for line, _ in rows)]
+    lines = [*head, "", f"| {' | '.join(titles)} |", "|---" * len(titles) + "|", *(line for line, _ in rows)]
     write_report(RESULT, "Predicted and measured steps on CPU processes", "calibrate.py", lines)
 
 

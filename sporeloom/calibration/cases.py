@@ -18,7 +18,7 @@ WIDTH = 256
 """Length of the rows that operators pass over."""
 ITEM = 4
 TIMES = 4
-TENSORS = {False: (1 << 14, 1 << 18, 1 << 21), True: (1 << 14, 1 << 19)}
+TENSORS = {False: (1 << 14, 1 << 17, 1 << 20), True: (1 << 14, 1 << 19)}
 """Whether it is quick -> sizes of tensors in elements."""
 PRODUCTS = {
     False: ((128, 128, 512), (256, 128, 2048), (256, 256, 1024), (512, 512, 512), (512, 512, 2048), (1024, 1024, 1024)),

@@ -20,6 +20,7 @@ PACKAGES = {
     "strategy": set(),
     "dialects": {"strategy"},
     "planner": {"strategy"},
+    "calibration": {"partition", "planner", "runtime"},
     "simulation": set(),
     "align": set(),
     "data": set(),

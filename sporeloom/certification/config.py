@@ -117,6 +117,7 @@ def check(config: CertifyConfig) -> Certification:
     mesh = full.strategy.mesh
     if mesh.size == 1:
         raise ConfigError(f"{full.strategy.at('mesh')}: a certificate is for several devices")
+    problems.of(cluster.with_running, mesh.size)
     if problem := cluster.refuses(mesh):
         raise ConfigError(f"{full.strategy.at('mesh')}: {problem}")
     size = mesh.size

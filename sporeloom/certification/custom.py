@@ -102,7 +102,7 @@ def _cluster_of(cluster: str | Path | None, strategy: Strategy) -> Cluster | Non
     Raises:
         ConfigError: the mesh does not fit it.
     """
-    chips = read_cluster(Path(cluster)) if cluster is not None else None
+    chips = read_cluster(Path(cluster)).with_running(strategy.mesh.size) if cluster is not None else None
     if chips and (problem := chips.refuses(strategy.mesh)):
         raise ConfigError(f"{strategy.at('mesh')}: {problem}")
     return chips

@@ -158,6 +158,7 @@ def check(config: DryRunConfig) -> DryRun:
     if not model or not strategy:
         problems.raise_if_any()
     assert model and strategy
+    cluster = problems.of(cluster.with_running, strategy.mesh.size) if cluster else None
     problems += [*strategy.graph_problems(), *model_problems(strategy, model)]
     problems += adapter_problems(strategy) if config.lora_r else []
     problems += task_problems(config, not config.inference)

@@ -38,6 +38,38 @@ class Efficiency:
     """Launches and gaps of one layer's forward pass, independent of its size."""
     fp8: Positive = 1.0
     """Speed-up of matrix products in fp8 over bf16."""
+    float32: Positive | None = None
+    """Speed of matrix products in float32, relative to bf16; None: as the planner assumes."""
+    launch_us: NotNegative | None = None
+    """Overhead of one kernel, measured; None: a share of a layer's."""
+    graph_us: NotNegative = 0.0
+    """Overhead of one call of a graph."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredLine:
+    """Seconds of an operator (on top of its launch) or of a collective by its bytes: a line through measurements."""
+
+    kind: str
+    ranks: Count = 1
+    """Ranks that take part in a collective."""
+    latency_us: NotNegative
+    gb_per_s: Positive
+
+    def seconds(self, num_bytes: float) -> float:
+        return self.latency_us * 1e-6 + num_bytes / (self.gb_per_s * 1e9)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessRates:
+    """Rates that each process reaches while `processes` of them run at once on the cores that they share."""
+
+    processes: Count
+    efficiency: Efficiency
+    operators: list[MeasuredLine] = field(default_factory=list)
+    """Rates by the bytes that an operator reads and writes."""
+    collectives: list[MeasuredLine] = field(default_factory=list)
+    """Rates by the bytes of the unsharded tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +155,10 @@ class Cluster:
     """MindSpore refuses groups that do not have 1, 2, 4 or 8 devices of a server, the same number on each."""
     efficiency: Efficiency | None = field(default=None)
     experts: ExpertEfficiency | None = field(default=None)
+    fused: bool = True
+    """Operators between products and collectives run as one kernel, which reads and writes once."""
+    measured: list[ProcessRates] = field(default_factory=list)
+    """Rates of a machine whose processes share its cores, by their number, as `sporeloom calibrate` writes them."""
 
     def __post_init__(self) -> None:
         if problems := list(self._level_problems()):
@@ -146,6 +182,8 @@ class Cluster:
 
     @property
     def fitted(self) -> Efficiency:
+        if self.measured:
+            return self.measured[0].efficiency
         return self.efficiency or fitted_efficiency(self.chip)
 
     @functools.cached_property
@@ -161,6 +199,23 @@ class Cluster:
         ]
         inside = Link(self.devices_per_node, self.intra_node_gb_per_s, fitted.intra_node)
         return inside, *levels, Link(math.inf, self.inter_node_gb_per_s, fitted.inter_node)
+
+    def with_running(self, processes: int) -> Cluster:
+        """This cluster with the rates of so many processes running at once, or of the next larger number that was measured.
+
+        Raises:
+            ConfigError: fewer were measured.
+        """
+        if not self.measured:
+            return self
+        enough = [each for each in self.measured if each.processes >= processes]
+        if not enough:
+            most = max(each.processes for each in self.measured)
+            raise ConfigError(
+                f"cluster {self.chip}: measured with at most {most} processes at once on its cores, the job has {processes}; "
+                f"run sporeloom calibrate --launch {processes}"
+            )
+        return dataclasses.replace(self, measured=[min(enough, key=lambda each: each.processes)])
 
     @property
     def fitted_experts(self) -> ExpertEfficiency:
@@ -220,6 +275,8 @@ def read_cluster(path: Path) -> Cluster:
     document = read_yaml(shipped_or_file(path, CLUSTERS))
     given = document.mapping
     chip = given.get("chip")
+    if given.get("measured") and isinstance(chip, str):  # it needs no data sheet
+        return fields_from(Cluster, document)
     if not isinstance(chip, str) or chip not in chips():
         raise ConfigError(
             f"{document.at(('chip',))}: chip {str(chip)[:100]} is not known{did_you_mean(str(chip), chips())}; "

@@ -73,7 +73,7 @@ def time_interval(
     dims: Dimensions, job: Parallelism, cluster: Cluster, task: TrainedTask = PLAIN_TEXT
 ) -> TimeInterval | NoInterval:
     """The interval of a job's step time, or the reason why there is none."""
-    if cluster.efficiency or (cluster.experts and dims.num_experts):
+    if cluster.efficiency or cluster.measured or (cluster.experts and dims.num_experts):
         return NoInterval("the cluster file gives efficiencies in place of those fitted on published runs")
     if job.precision == "fp32":
         return NoInterval("none of the published runs computes in float32")

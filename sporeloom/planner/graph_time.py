@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from sporeloom.planner.cluster import Cluster
-from sporeloom.planner.rates import FLOAT32_SPEED, all_reduce, group_bandwidth
+from sporeloom.planner.rates import all_reduce, float32_speed, group_bandwidth
 
 HALVES = ("AllGather", "ReduceScatter")
 """Collectives that are half of an all-reduce."""
@@ -49,7 +49,7 @@ def graph_time(
         idle: for what share of its work a stage waits in a pipeline.
     """
     fitted = cluster.fitted
-    matmul = flops / (cluster.peak_tflops * 1e12 * fitted.matmul * (FLOAT32_SPEED if in_float32 else 1.0))
+    matmul = flops / (cluster.peak_tflops * 1e12 * fitted.matmul * (float32_speed(cluster) if in_float32 else 1.0))
     memory = 2 * passed_bytes / (cluster.memory_gb_per_s * 1e9 * fitted.memory)
     communication = sum(_seconds(kind, size, ranks, cluster) for kind, size, ranks in collectives)
     return GraphTime(matmul, memory, communication, idle * (matmul + memory))

@@ -45,6 +45,12 @@ def reached(cluster: Cluster, members: Sequence[int]) -> Iterator[tuple[Link, in
         yield link, within - below
 
 
+def float32_speed(cluster: Cluster) -> float:
+    """Speed of matrix products in float32, relative to bf16."""
+    measured = cluster.fitted.float32
+    return FLOAT32_SPEED if measured is None else measured
+
+
 def all_reduce(num_bytes: float, size: int, bandwidth: float) -> float:
     """Seconds of a ring all-reduce; a reduce-scatter or an all-gather takes half."""
     return 2 * (size - 1) / size * num_bytes / bandwidth
@@ -70,7 +76,7 @@ class Rates:
 
     def __init__(self, dims: Dimensions, job: Parallelism, cluster: Cluster):
         fitted, self.cluster, self.experts = cluster.fitted, cluster, cluster.fitted_experts
-        faster = {"fp8": fitted.fp8, "fp32": FLOAT32_SPEED}.get(job.precision, 1.0)
+        faster = {"fp8": fitted.fp8, "fp32": float32_speed(cluster)}.get(job.precision, 1.0)
         self.flops = cluster.peak_tflops * 1e12 * fitted.matmul * faster
         aligned = dims.head_size % cluster.alignment == 0
         self.attention_flops = cluster.peak_tflops * 1e12 * fitted.attention * (1.0 if aligned else 1 / 12)

@@ -193,7 +193,7 @@ def step_time(
 
     The slowest stage sets the pace of all microbatches, and the schedule adds its bubble, see `_bubble`.
     """
-    overlap = overlap or Overlap.fitted()
+    overlap, cluster = overlap or Overlap.fitted(), cluster.with_running(job.devices)
     rates, m = Rates(dims, job, cluster), job.num_microbatches
     layer, head = layer_forward(dims, job, rates), head_forward(dims, job, rates)
     attention_backward = 2.5 if job.flash_attention else 2.0  # the kernel computes its scores again

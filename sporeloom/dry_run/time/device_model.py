@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from sporeloom.planner.cluster import Cluster
-from sporeloom.planner.rates import FLOAT32_SPEED, KERNEL_HEAD, MESSAGE_S, reached, ring_bandwidth
+from sporeloom.planner.rates import KERNEL_HEAD, MESSAGE_S, float32_speed, reached, ring_bandwidth
 
 KERNELS_OF_LAYER = 16
 """Kernels of a dense layer's forward pass after fusion: the fit counts launches and gaps by layer."""
@@ -19,18 +19,23 @@ MISALIGNED = 12
 
 
 class DeviceModel:
-    """Costs on one device of a cluster. Each kernel also costs `launch` seconds."""
+    """Costs on one device of a cluster. Each kernel also costs `launch` seconds, each call of a graph `graph` seconds."""
 
     def __init__(self, cluster: Cluster):
         fitted, self.cluster = cluster.fitted, cluster
         self.flops = cluster.peak_tflops * 1e12 * fitted.matmul
         self.attention_flops = cluster.peak_tflops * 1e12 * fitted.attention
         self.bytes = cluster.memory_gb_per_s * 1e9 * fitted.memory
-        self.launch = fitted.layer_overhead_us * 1e-6 / KERNELS_OF_LAYER
+        self.float32 = float32_speed(cluster)
+        launch_us = fitted.layer_overhead_us / KERNELS_OF_LAYER if fitted.launch_us is None else fitted.launch_us
+        self.launch, self.graph = launch_us * 1e-6, fitted.graph_us * 1e-6
+        measured = cluster.measured[0] if cluster.measured else None
+        self.operators = {line.kind: line for line in measured.operators} if measured else {}
+        self.collectives = {(line.kind, line.ranks): line for line in measured.collectives} if measured else {}
 
     def product(self, flops: float, moved_bytes: float, in_float32: bool) -> float:
         """A matrix product: its arithmetic, then each matrix once through memory."""
-        return flops / (self.flops * (FLOAT32_SPEED if in_float32 else 1.0)) + moved_bytes / self.bytes
+        return flops / (self.flops * (self.float32 if in_float32 else 1.0)) + moved_bytes / self.bytes
 
     def attention(self, flops: float, head_size: int, in_one_kernel: bool) -> float:
         """Products of queries, keys and values. A fused kernel skips the masked half, and takes as long for narrow heads."""
@@ -42,6 +47,11 @@ class DeviceModel:
     def passes(self, moved_bytes: float) -> float:
         """Reading and writing memory."""
         return moved_bytes / self.bytes
+
+    def operator(self, kind: str, moved_bytes: float) -> float:
+        """An operator that passes over memory: as measured, else by its bytes."""
+        line = self.operators.get(kind)
+        return line.seconds(moved_bytes) if line else self.passes(moved_bytes)
 
     def host(self, moved_bytes: float) -> float:
         """Moving bytes to the host or back."""
@@ -60,6 +70,8 @@ class DeviceModel:
         size = len(ranks)
         if size == 1:
             return 0.0
+        if line := self.collectives.get((kind, size)):
+            return line.seconds(num_bytes)
         members = self.members(ranks)
         bandwidth = ring_bandwidth(self.cluster, members)
         if kind == "Message":

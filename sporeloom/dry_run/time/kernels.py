@@ -55,7 +55,7 @@ class Graphs:
         nodes, types = along_first_dim(graph), dict(self.known) | types_of(graph)
         for node in nodes:
             types |= {name: type for name, type in zip(node.outputs, node.types, strict=True) if type is not None}
-        kernels, costs = fused(nodes, graph), _Costs(self, graph, types, nodes)
+        kernels, costs = fused(nodes, graph, self.device.cluster.fused), _Costs(self, graph, types, nodes)
         last: int | None = None
         for number, kernel in enumerate(kernels):
             if kernel.nodes[0].kind in COLLECTIVES:
@@ -88,8 +88,8 @@ class Graphs:
         return sorted(ranks), STAGES in axes
 
 
-def fused(nodes: Sequence[Node], graph: Graph) -> list[Kernel]:
-    """Group operators into kernels.
+def fused(nodes: Sequence[Node], graph: Graph, fuses: bool = True) -> list[Kernel]:
+    """Group operators into kernels; unless the device `fuses`, each is one.
 
     Operators that pass over memory and feed each other are one kernel if no product, collective or full sum lies on a way
     between any two of them: they have the same level, the number of such barriers before them.
@@ -124,7 +124,7 @@ def fused(nodes: Sequence[Node], graph: Graph) -> list[Kernel]:
         is_barrier = _is_barrier(node) or is_effect(node, graph)
         kernels.append(Kernel([node], needed))
         joined.append(len(joined))
-        levels.append(None if is_barrier else depth)
+        levels.append(None if is_barrier or not fuses else depth)
         number = len(kernels) - 1
         for other in sorted(needed) if levels[number] is not None else ():
             if levels[other] == depth:
@@ -203,7 +203,7 @@ class _Costs:
                 moved = device.passes(self._moved(kernel))
                 return "attention", device.attention(flops, head, False) + moved, flops
             return "matmul", device.product(flops, self._moved(kernel), out.dtype == "float32"), flops
-        return "memory", device.passes(self._moved(kernel)), 0
+        return "memory", device.operator(node.kind, self._moved(kernel)), 0
 
     def _moved(self, kernel: Kernel) -> int:
         """Bytes that a kernel reads of other kernels and writes for them; it writes parameters that it updates, too."""

@@ -171,7 +171,10 @@ class _TimedStep(StepWalk):
     def _program(self, name: str, graphs: Graphs, graph: Graph) -> TimedProgram:
         types = dict(graphs.known) | types_of(graph)
         outputs = [num_bytes(types.get(output)) for output in graph.outputs]
-        return TimedProgram(name, self.into, graphs.tasks(graph), outputs)
+        tasks, call = graphs.tasks(graph), self.device.graph
+        if call:
+            tasks.append(Task("call of the graph", "memory", COMPUTE, call, call))
+        return TimedProgram(name, self.into, tasks, outputs)
 
     def _move_moments(self) -> None:
         """Add the time in which moments that the host holds come and go."""

@@ -163,3 +163,13 @@ def test_chained_collectives_and_fused_passes_never_wait_for_each_other():
     tasks = Graphs(device, DeviceGrid({"dp": 2}), 0, {}).tasks(graph)
     assert sorted(task.kind for task in tasks) == ["AllGather", "AllReduce", "matmul", "memory", "memory"]
     assert all(needed < number for number, task in enumerate(tasks) for needed in task.needs)
+
+
+def test_a_device_that_fuses_nothing_launches_every_operator():
+    graph = mlp()
+    alone = fused(graph.nodes, graph, fuses=False)
+    assert [len(kernel.nodes) for kernel in alone] == [1] * len(alone)
+    assert len(alone) > len(fused(graph.nodes, graph))
+    assert sorted(node.kind for kernel in alone for node in kernel.nodes) == sorted(
+        node.kind for kernel in fused(graph.nodes, graph) for node in kernel.nodes
+    )

@@ -4,10 +4,6 @@
 Reinforcement learning holds more than a training step: a reference, a reward model, and the KV cache of the texts
 it samples. The policy's weights are counted once: texts are sampled from them, the critic is a second head on
 them, and with adapters the reference is the policy without them.
-
-A task of rewards holds more than a training step: a reference, a reward model, and keys and values of the texts it samples.
-The policy's weights are counted once: texts are sampled from them, the critic is a second head on them, and with adapters the
-reference is the policy without them.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ Failures are equally likely at any time. The step time is that of `plan`, `dry-r
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from sporeloom.core.log import print_report
 from sporeloom.core.numbers import Count, Natural, NotNegative, Positive, number_problems
 from sporeloom.simulation.faults import HOUR_S, FaultRates, read_faults
 from sporeloom.simulation.intervals import daly, young
+from sporeloom.simulation.jitter import slowest_of
 from sporeloom.simulation.job import Job
 from sporeloom.simulation.report import Statistics, duration, simulated, table
 
@@ -32,7 +34,7 @@ RUNS_OF_INTERVAL = 30
 class SimulateConfig:
     common: ClassVar[tuple[str, ...]] = (
         *("devices", "faults", "steps", "step_time_s", "checkpoint_every_s", "checkpoint_pause_s", "restart_s"),
-        *("repair_hours", "spares", "replica_devices", "runs", "seed"),
+        *("repair_hours", "spares", "replica_devices", "slow_server_hours", "runs", "seed"),
     )
 
     devices: Count = option(..., "number of devices of the job")
@@ -53,6 +55,12 @@ class SimulateConfig:
     repair_hours: NotNegative = option(
         0.0, "time in hours until a failed server is back; 0: as soon as the job restarts"
     )
+    slow_server_hours: Positive | None = option(
+        None, "time in hours until a slow server is found and replaced, for faults with `slowdown` (default: never)"
+    )
+    step_jitter: NotNegative = option(
+        0.0, "standard deviation of the logarithm of a server's step time; each step waits for the slowest server"
+    )
     spares: Natural = option(0, "number of spare servers that replace failed ones")
     replica_devices: Natural = option(
         0, "devices of a data parallel replica: without a spare the job continues with the other replicas; 0: it waits"
@@ -70,7 +78,11 @@ def check(config: SimulateConfig) -> SimulateConfig:
     """
     problems = Problems()
     problems += [*number_problems(config), *_problems(config)]
-    problems.of(read_faults, config.faults)
+    faults = problems.of(read_faults, config.faults)
+    if faults and config.slow_server_hours and all(each.slowdown == 1 for each in faults.components):
+        problems.append(
+            f"--slow-server-hours {config.slow_server_hours:g} has no effect: no component of {config.faults} has `slowdown`"
+        )
     problems.raise_if_any()
     return config
 
@@ -97,7 +109,8 @@ def main(argv: Sequence[str]) -> int:
     config = check(parse_args(SimulateConfig, __doc__, argv, check))
     rates = FaultRates.of(read_faults(config.faults), config.devices_per_server)
     num_servers = config.devices // config.devices_per_server
-    mtbf = 1 / sum(rates.per_second(num_servers))
+    per_second = sum(rates.per_second(num_servers))
+    mtbf = 1 / per_second if per_second else math.inf
     pause = config.checkpoint_pause_s
     interval = config.checkpoint_every_s or max(daly(pause, mtbf), config.checkpoint_write_s)
     job = Job(
@@ -108,6 +121,8 @@ def main(argv: Sequence[str]) -> int:
         write_s=config.checkpoint_write_s,
         restart_s=config.restart_s,
         repair_s=config.repair_hours * HOUR_S,
+        jitter=slowest_of(num_servers, config.step_jitter) if config.step_jitter else 1.0,
+        detection_s=config.slow_server_hours * HOUR_S if config.slow_server_hours else math.inf,
     )
     policies_of_job = dict(_policies(job, config))
     rows = [(name, simulated(each, rates, config.seed, config.runs)) for name, each in policies_of_job.items()]
@@ -122,6 +137,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _policies(job: Job, config: SimulateConfig) -> Iterator[tuple[str, Job]]:
+    if math.isfinite(job.detection_s):
+        yield "slow servers stay", dataclasses.replace(job, detection_s=math.inf)
     yield "wait for repairs" if job.repair_s else "restart", job
     if config.spares:
         yield f"{config.spares} spare servers", dataclasses.replace(job, num_spares=config.spares)
@@ -145,14 +162,16 @@ def _best_interval(job: Job, rates: FaultRates, seed: int) -> float:
 
 
 def _lines(job: Job, mtbf: float, best: float, rows: Sequence[tuple[str, Statistics | None]]) -> Iterator[str]:
-    yield (
-        f"{duration(job.work_s)} of training on {job.num_servers:,} servers, a failure every {duration(mtbf)}; a checkpoint "
-        f"every {duration(job.interval_s)}"
-    )
-    yield (
-        f"best interval: {duration(young(job.pause_s, mtbf))} by Young, {duration(daly(job.pause_s, mtbf))} by Daly, "
-        f"{duration(best)} of {len(INTERVALS)} simulated ones"
-    )
+    failures = f"a failure every {duration(mtbf)}" if math.isfinite(mtbf) else "no failures"
+    saved = f"a checkpoint every {duration(job.interval_s)}" if math.isfinite(job.interval_s) else "no checkpoints"
+    yield f"{duration(job.work_s)} of training on {job.num_servers:,} servers, {failures}; {saved}"
+    if job.jitter > 1:
+        yield f"a step, which waits for the slowest server, takes {job.jitter:.3f} times as long as a server's"
+    if math.isfinite(mtbf):
+        yield (
+            f"best interval: {duration(young(job.pause_s, mtbf))} by Young, {duration(daly(job.pause_s, mtbf))} by Daly, "
+            f"{duration(best)} of {len(INTERVALS)} simulated ones"
+        )
     yield ""
     yield table(rows)
     if found := next((found for _, found in reversed(rows) if found), None):

@@ -45,6 +45,10 @@ class Job:
     waits for a repair."""
     servers_per_replica: float = 1.0
     """Servers of a replica; below 1 where several share one."""
+    jitter: float = 1.0
+    """Mean time of a step, which waits for the slowest server, divided by that of a server."""
+    detection_s: float = math.inf
+    """Time until a slow server is found; it is replaced after a checkpoint."""
 
     def speed(self, num_missing: int) -> float:
         """Speed without some servers, as a fraction; 0: no replica is complete."""
@@ -55,7 +59,7 @@ class Job:
 
 @dataclass
 class Outcome:
-    """Seconds of a run: its work, and these; and its interruptions by component."""
+    """Seconds of a run: its work, and these; and its interruptions by component, also replacements of slow servers."""
 
     finish_s: float = 0.0
     lost_s: float = 0.0
@@ -65,6 +69,8 @@ class Outcome:
     """Restarts, and waiting for repairs."""
     slowed_s: float = 0.0
     """Time that missing replicas cost."""
+    straggled_s: float = 0.0
+    """Time that steps waited for the slowest server."""
     interruptions: Counter[str] = field(default_factory=Counter)
 
 
@@ -74,9 +80,9 @@ class Draw:
     def __init__(self, rates: FaultRates, seed: int, run: int):
         self.rates, self.random = rates, np.random.default_rng([seed, run])
 
-    def next_failure(self, num_servers: int) -> tuple[float, int]:
-        """Seconds until one, and the index of its component."""
-        each = self.rates.per_second(num_servers)
+    def next_failure(self, num_servers: int, slow: bool = False) -> tuple[float, int]:
+        """Seconds until one, or with `slow` until a component becomes slow; and the index of the component."""
+        each = self.rates.per_second(num_servers, slow)
         total = sum(each)
         if not total:
             return math.inf, 0
@@ -106,17 +112,28 @@ class _Run:
         self.repairs: list[float] = []  # when servers are back
         self.missing = 0
         self.failure, self.component = 0.0, 0
+        self.slow: list[tuple[float, int]] = []  # when a slow server is found, and its component
+        self.num_slow = Counter[int]()  # by component
+        self.onset, self.slow_component = math.inf, 0  # of the next one
         self.draw_failure()
+        self.draw_onset()
 
     def finish(self) -> Outcome:
         while self.work < self.job.work_s:
             if self.clock > MAX_TIME * self.job.work_s:
                 raise EndlessError
             grown = self.repairs[0] if self.missing and self.repairs else math.inf
-            if self.train(min(self.failure, grown)):
+            found = self.slow[0][0] if self.slow else math.inf
+            if self.train(min(self.failure, self.onset, found, grown)):
                 break
             if self.clock >= self.failure:
                 self.fail()
+            elif self.clock >= self.onset:
+                heapq.heappush(self.slow, (self.clock + self.job.detection_s, self.slow_component))
+                self.num_slow[self.slow_component] += 1
+                self.draw_onset()
+            elif self.clock >= found:
+                self.replace_slow()
             else:
                 self.grow()
         self.outcome.finish_s = self.clock
@@ -126,11 +143,21 @@ class _Run:
         seconds, self.component = self.draw.next_failure(self.job.num_servers - self.missing)
         self.failure = self.clock + seconds
 
+    def draw_onset(self) -> None:
+        if self.draw.rates.has_slow:
+            seconds, self.slow_component = self.draw.next_failure(self.job.num_servers - self.missing, slow=True)
+            self.onset = self.clock + seconds
+
+    def speed(self) -> float:
+        """Speed of training, with missing and slow servers."""
+        slowdown = max((self.draw.rates.slowdowns[each] for each, count in self.num_slow.items() if count), default=1.0)
+        return self.job.speed(self.missing) / (slowdown * self.job.jitter)
+
     # Training
 
     def train(self, until: float) -> bool:
         """Train and save until a time. Returns whether all work is done."""
-        job, speed = self.job, self.job.speed(self.missing)
+        job, speed = self.job, self.speed()
         while self.clock < until:
             if self.pause_left:
                 self.pause(until)
@@ -158,7 +185,9 @@ class _Run:
     def progress(self, seconds: float, speed: float) -> None:
         self.clock += seconds
         self.work += seconds * speed
-        self.outcome.slowed_s += seconds * (1 - speed)
+        complete = self.job.speed(self.missing)
+        self.outcome.slowed_s += seconds * (1 - complete)
+        self.outcome.straggled_s += seconds * (complete - speed)
 
     def pause(self, until: float) -> None:
         seconds = min(self.pause_left, until - self.clock)
@@ -188,9 +217,13 @@ class _Run:
 
     def fail(self) -> None:
         self.restore()
-        left = self.down(self.lose_server())
-        while left > 0:  # a restart that fails as well
-            left = self.down(self.lose_server())
+        self.restart(self.lose_server(self.component))
+
+    def restart(self, until: float) -> None:
+        """Wait until training can continue, and for each restart that fails as well."""
+        left = self.down(until)
+        while left > 0:
+            left = self.down(self.lose_server(self.component))
 
     def restore(self) -> None:
         if self.pending and self.pending[0] <= self.clock:
@@ -198,12 +231,12 @@ class _Run:
         self.outcome.lost_s += self.work - self.saved
         self.work, self.pending, self.since, self.pause_left = self.saved, None, 0.0, 0.0
 
-    def lose_server(self) -> float:
+    def lose_server(self, component: int) -> float:
         """Note a failure and take its servers out. Returns the time at which training can continue."""
         job, rates = self.job, self.draw.rates
-        self.outcome.interruptions[rates.names[self.component]] += 1
+        self.outcome.interruptions[rates.names[component]] += 1
         self.return_repaired()
-        taken = min(rates.num_taken[self.component], job.num_servers - self.missing)
+        taken = min(rates.num_taken[component], job.num_servers - self.missing)
         for _ in range(taken if job.repair_s else 0):
             heapq.heappush(self.repairs, self.clock + job.repair_s)
             if self.spares:
@@ -234,20 +267,29 @@ class _Run:
 
     def grow(self) -> None:
         """Take back repaired servers: save, then restart with them."""
-        job = self.job
         self.clock = max(self.clock, self.repairs[0])
-        for seconds in (self.pause_left, job.pause_s + job.write_s):
+        if self.save():
+            self.return_repaired()
+            self.restart(self.clock + self.job.restart_s)
+
+    def replace_slow(self) -> None:
+        """Save, then restart without a slow server that was found."""
+        if self.save():
+            _, component = heapq.heappop(self.slow)
+            self.num_slow[component] -= 1
+            self.restart(self.lose_server(component))
+
+    def save(self) -> bool:
+        """Take a checkpoint and wait until it is written. Returns False if a failure prevents it."""
+        for seconds in (self.pause_left, self.job.pause_s + self.job.write_s):
             end = min(self.clock + seconds, self.failure)
             self.outcome.paused_s += end - self.clock
             self.clock = end
             if self.clock >= self.failure:
-                return self.fail()
+                self.fail()
+                return False
         self.saved, self.pending, self.since, self.pause_left = self.work, None, 0.0, 0.0
-        self.return_repaired()
-        left = self.down(self.clock + job.restart_s)
-        while left > 0:
-            left = self.down(self.lose_server())
-        return None
+        return True
 
 
 def runs(job: Job, rates: FaultRates, seed: int, number: int) -> Iterator[Outcome]:

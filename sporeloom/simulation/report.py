@@ -15,7 +15,7 @@ from sporeloom.simulation.job import MAX_TIME, EndlessError, Job, Outcome, runs
 
 QUANTILES = (0.1, 0.5, 0.9)
 DAY_S, HOUR_S, MINUTE_S = 86400.0, 3600.0, 60.0
-PARTS = ("lost", "paused", "down", "slowed")
+PARTS = ("lost", "paused", "down", "slowed", "straggled")
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class Statistics:
     finish_s: tuple[float, float, float]
     """P10, median and P90 of the time of a run."""
     mean_s: Mapping[str, float]
-    """Mean time of repeated training, of pauses for checkpoints, of restarts and repairs, and of missing replicas."""
+    """Mean time of repeated training, of pauses for checkpoints, of restarts and repairs, of missing replicas, and of waiting
+    for the slowest server."""
     interruptions: Mapping[str, float]
     """Mean number by component."""
 

@@ -12,6 +12,7 @@ from sporeloom.cli.simulate import main
 from sporeloom.core.errors import ConfigError
 from sporeloom.simulation.faults import Component, FaultRates, Faults, read_faults
 from sporeloom.simulation.intervals import daly, expected_time, young
+from sporeloom.simulation.jitter import slowest_of
 from sporeloom.simulation.job import EndlessError, Job, run_job, runs
 from sporeloom.simulation.report import simulated
 
@@ -118,6 +119,68 @@ def test_a_job_that_shrinks_goes_on_without_the_replicas_of_a_rack():
     assert max(done.slowed_s for done in one) > 0.1 * job.work_s
 
 
+def slow(slowdown, mtbf_hours=100.0, per="device"):
+    return FaultRates.of(
+        Faults(components=[Component(name="slow", per=per, mtbf_hours=mtbf_hours, slowdown=slowdown)]), 8
+    )
+
+
+def test_a_slow_server_slows_all_of_the_job_until_it_is_replaced():
+    """One that nobody finds; then the mean of many that are found, whose times seldom overlap."""
+    job = dataclasses.replace(JOB, interval_s=math.inf)
+    (stays,) = runs(job, slow(1.5), 0, 1)  # one in 47 minutes; from the first one on
+    assert 1.48 * job.work_s < stays.finish_s < 1.5 * job.work_s and not stays.interruptions
+    assert stays.finish_s == pytest.approx(job.work_s + stays.straggled_s)
+    found, mtbf_hours = dataclasses.replace(job, detection_s=HOUR), 128 * 100.0  # one in 100 hours, of 128 devices
+    done = list(runs(found, slow(1.5, mtbf_hours), 1, 1000))
+    cost = HOUR * (1 - 1 / 1.5) + job.pause_s + job.restart_s
+    finish = [each.finish_s for each in done]
+    number = np.mean([each.interruptions["slow"] for each in done])
+    assert np.mean(finish) - job.work_s == pytest.approx(number * cost, rel=0.02)
+    assert number == pytest.approx(np.mean(finish) / (100 * HOUR), rel=0.1)
+
+
+def test_the_slowest_server_alone_counts_and_failures_go_on_beside_it():
+    both = Faults(
+        components=[
+            Component(name="slow", per="server", mtbf_hours=100.0, slowdown=1.2),
+            Component(name="slower", per="server", mtbf_hours=1000.0, slowdown=2.0),
+            Component(name="gone", per="server", mtbf_hours=500.0),
+        ]
+    )
+    job = dataclasses.replace(JOB, detection_s=5 * HOUR, repair_s=5 * HOUR, num_spares=2, shrinks=True, jitter=1.1)
+    met = set()
+    for done in runs(job, FaultRates.of(both, 8), 3, 40):
+        parts = (done.lost_s, done.paused_s, done.down_s, done.slowed_s, done.straggled_s)
+        assert min(parts) >= 0 and done.finish_s == pytest.approx(job.work_s + sum(parts), rel=1e-9)
+        assert 0.1 * job.work_s <= done.straggled_s <= 1.2 * (job.work_s + done.lost_s)
+        met |= set(done.interruptions)
+    assert met == {"slow", "slower", "gone"}
+
+
+@pytest.mark.parametrize(("number", "deviation"), [(1, 0.3), (8, 0.05), (100, 0.2), (2000, 0.02)])
+def test_a_step_waits_for_the_slowest_of_its_servers(number, deviation):
+    drawn = np.random.default_rng(1).lognormal(-(deviation**2) / 2, deviation, (1000, number)).max(1)
+    error = drawn.std() / math.sqrt(len(drawn))
+    assert abs(slowest_of(number, deviation) - drawn.mean()) < 4 * error + 1e-4
+
+
+def test_nothing_replaces_what_is_slow_of_a_job():
+    with pytest.raises(ConfigError, match="file system: nothing replaces what is slow of a job"):
+        Component(name="file system", per="job", mtbf_hours=1.0, slowdown=2.0)
+
+
+def test_the_command_shows_what_finding_slow_servers_buys(write, capsys):
+    path = write("faults.yaml", "components: [{name: throttled, per: device, mtbf_hours: 20000, slowdown: 1.4}]")
+    flags = [*FLAGS[:2], "--faults", str(path), *FLAGS[4:], "--slow-server-hours", "2", "--step-jitter", "0.02"]
+    assert main(flags) == 0
+    said = capsys.readouterr().out
+    assert "no failures; no checkpoints" in said and "\nslow servers stay " in said and " straggled " in said
+    assert main([*flags, "--json"]) == 0
+    policies = json.loads(capsys.readouterr().out)["policies"]
+    assert policies["slow servers stay"]["goodput"] < policies["restart"]["goodput"] < 1 / slowest_of(8, 0.02)
+
+
 def test_the_servers_of_a_group_are_a_number():
     with pytest.raises(ConfigError, match="rack: give `servers`, their number, with `per: group` and only there"):
         Component(name="rack", per="group", mtbf_hours=1.0)
@@ -167,6 +230,10 @@ def test_the_command_compares_policies(capsys):
         (["--checkpoint-every-s", "60", "--checkpoint-write-s", "90"], "a checkpoint would begin before the last"),
         (["--faults", "llama3_h10"], "no built-in fault of that name; there are llama3_h100"),
         (["--step-time-s", "0"], "--step-time-s must be"),
+        (
+            ["--slow-server-hours", "2"],
+            "--slow-server-hours 2 has no effect: no component of llama3_h100 has `slowdown`",
+        ),
     ],
 )
 def test_flags_that_do_not_fit(more, problem):
@@ -182,6 +249,7 @@ def test_flags_that_do_not_fit(more, problem):
         ("components: [{name: a, per: rack, mtbf_hours: 1}]", "per must be"),
         ("components: [{name: a, per: job, mtbf_hours: 0}]", "mtbf_hours"),
         ("components: [{name: a, per: job}]", "mtbf_hours missing"),
+        ("components: [{name: a, per: server, mtbf_hours: 1, slowdown: 0.9}]", "slowdown"),
         ("{}", "components missing"),
     ],
 )

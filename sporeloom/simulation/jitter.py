@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What it costs that a step waits for the slowest of many servers."""
+"""The cost of steps that wait for the slowest of many servers."""
 
 from __future__ import annotations
 

@@ -12,7 +12,9 @@ from sporeloom.core.errors import ConfigError
 from sporeloom.data.pieces import SPACE, PieceTokenizer, described, has_bytes, rare_characters, train_pieces
 
 END = "</s>"
-MIN_VOCAB_SIZE = 3 + 256 + 10
+BASE_PIECES = 3 + 256 + 10
+"""Special pieces, bytes and digits."""
+MIN_VOCAB_SIZE = BASE_PIECES + 16
 TOKENIZER_KINDS = ("bpe", "unigram")
 """Kinds that `train_tokenizer` makes, the published one first."""
 
@@ -42,12 +44,11 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, kind: str = TOKEN
     """
     if vocab_size < MIN_VOCAB_SIZE:
         raise ConfigError(
-            f"a vocabulary of {vocab_size} is too small for {MIN_VOCAB_SIZE} bytes, digits and special pieces"
+            f"a vocabulary of {vocab_size} is too small for {BASE_PIECES} bytes, digits and special pieces and some "
+            f"characters; give {MIN_VOCAB_SIZE} or more"
         )
     texts = list(documents)
-    rare = rare_characters(
-        texts, int(0.8 * (vocab_size - MIN_VOCAB_SIZE))
-    )  # the rest is for pieces of several characters
+    rare = rare_characters(texts, int(0.8 * (vocab_size - BASE_PIECES)))  # the rest is for pieces of several characters
     return train_pieces(
         (text.translate(rare) for text in texts) if rare else texts,
         vocab_size,

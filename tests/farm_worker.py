@@ -12,7 +12,6 @@ import gc
 import importlib
 import importlib.util
 import io
-import itertools
 import json
 import os
 import signal
@@ -53,7 +52,7 @@ def as_a_process_of_its_own(task):
     environment, handlers = dict(os.environ), [signal.getsignal(number) for number in SIGNALS]
     saved, stdin = [os.dup(1), os.dup(2)], sys.stdin
     # The ranks of a job name their connections by the engines they made before; some sat out earlier tasks.
-    sys.modules["sporeloom.runtime.cpu.processes"]._jobs = itertools.count()
+    sys.modules["sporeloom.runtime.cpu.processes"]._joined.clear()
     if scripts := sys.modules.get("sporeloom.runtime.auto_parallel"):
         for known in (scripts._engines, scripts._networks, scripts._contents, scripts._steps, scripts._calls):
             known.clear()

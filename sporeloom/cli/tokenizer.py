@@ -83,7 +83,7 @@ def run_stats(config: StatsConfig) -> None:
     job = StatisticsJob(source, tuple(tokenizers), config.by, config.by_file)
     found = report(job, count_corpus(job, config.workers))
     if config.json:
-        write_text_atomically(config.json, json_text(found, indent=1, ensure_ascii=False) + "\n")
+        write_text_atomically(config.json, json_text(found, indent=1) + "\n")  # names of files may be no UTF-8
     print_report(table(found))
     if found["skipped"]:
         print_report("skipped: " + ", ".join(f"{count:,} {why}" for why, count in found["skipped"].items()))

@@ -148,6 +148,10 @@ def rare_characters(lines: Iterable[str], most: int) -> dict[int, None]:
     return {ord(character): None for character, _ in counts.most_common()[most:]}
 
 
+RESERVED = str.maketrans({"\u2585": " "})
+"""SentencePiece leaves out whole passages with this character, which its log has for unknown ones."""
+
+
 def train_pieces(lines: Iterable[str], vocab_size: int, **options: Any) -> bytes:
     """Train a SentencePiece model of at most `vocab_size` pieces, the same from the same lines, of which all are used:
     SentencePiece's own sample differs from run to run. `options`: SentencePiece's.
@@ -159,7 +163,7 @@ def train_pieces(lines: Iterable[str], vocab_size: int, **options: Any) -> bytes
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=(
-                line[start : start + MAX_PASSAGE_CHARS]
+                line[start : start + MAX_PASSAGE_CHARS].translate(RESERVED)
                 for line in lines
                 for start in range(0, len(line), MAX_PASSAGE_CHARS)
             ),
@@ -172,5 +176,7 @@ def train_pieces(lines: Iterable[str], vocab_size: int, **options: Any) -> bytes
         )
     except RuntimeError as error:
         why = str(error).rpartition("] ")[2].strip() or str(error).strip()
+        if "sentences_.empty()" in why or "all_chars_count" in why:
+            why = "they have no characters that a piece can be made of"
         raise ConfigError(f"no vocabulary of {vocab_size} can be made of these texts: {why}") from None
     return model.getvalue()

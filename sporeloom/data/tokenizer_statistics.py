@@ -15,7 +15,7 @@ import regex
 from tqdm import tqdm
 
 from sporeloom.core.document import shown_key
-from sporeloom.core.errors import ConfigError
+from sporeloom.core.errors import ConfigError, printable
 from sporeloom.data.cluster import over_batches
 from sporeloom.data.corpus import SHOWN_PROBLEMS, no_text
 from sporeloom.data.pieces import PieceTokenizer
@@ -118,6 +118,9 @@ def count_corpus(job: StatisticsJob, workers: int = 0) -> CorpusCounts:
             if len(total.groups) > MAX_GROUPS:
                 which = f"--by {job.by}: more than {MAX_GROUPS:,} values; choose a field with few"
                 raise ConfigError(f"--by-file: more than {MAX_GROUPS:,} files; leave it out" if job.by_file else which)
+    if not total.groups and total.skipped["without_field"]:
+        inputs = ", ".join(map(str, job.source.inputs))
+        raise ConfigError([f"{inputs}: no document has the field `{job.by}` of --by", *total.problems[:SHOWN_PROBLEMS]])
     if not total.groups:
         raise no_text(job.source, total.problems)
     return total
@@ -173,17 +176,28 @@ def _group(job: StatisticsJob, document: TextDocument) -> str:
         ConfigError: it has no such field, or one that names nothing.
     """
     if job.by_file:
-        return document.place.rpartition(":")[0]
+        return printable(document.place.rpartition(":")[0])
     if job.by is None:
         return ""
     value = _field(document.record, job.by)
-    if isinstance(value, str | int) and value != "":
-        return str(value)
+    if isinstance(value, str | int) and not isinstance(value, bool) and value != "":
+        return printable(str(value))
     if not document.record:
         raise ConfigError(f"{document.place}: --by {job.by}: a text has no fields; group by files with --by-file")
     found = ", ".join(map(shown_key, document.record))
-    problem = f"no field `{job.by}`" if value is None else f"the field `{job.by}` is neither a text nor an integer"
-    raise ConfigError(f"{document.place}: --by: {problem}; found: {found}; --on-error skip leaves such documents out")
+    problem = f"the field `{job.by}` is {_kind(value)}, not a text or an integer"
+    if value is None:
+        problem = f"the field `{job.by}` is null" if job.by in document.record else f"no field `{job.by}`"
+    remedy = "; --on-error skip leaves such documents out" if job.source.on_error == "stop" else ""
+    raise ConfigError(f"{document.place}: --by: {problem}; found: {found}{remedy}")
+
+
+def _kind(value: Any) -> str:
+    """Kind of a JSON value, for a message."""
+    if value == "":
+        return "empty"
+    kinds = {bool: "true or false", float: "a number with a fraction", list: "a list", dict: "an object"}
+    return kinds.get(type(value), type(value).__name__)
 
 
 def _field(record: Mapping[str, Any], name: str) -> Any:

@@ -199,7 +199,7 @@ def _tokenizer(config: GenerateConfig, family: str, model: ModelConfig) -> Token
 
 def _draft(config: GenerateConfig, family: str, model: ModelConfig) -> DraftModel | None:
     tokenizer = config.tokenizer or find_tokenizer(family, config.checkpoint)
-    return read_draft(config, model, tokenizer, config.domain, config.weights == "int8")
+    return read_draft(config, (family, model), tokenizer, config.domain, config.weights == "int8")
 
 
 def _all_in_form(

@@ -6,6 +6,7 @@ Shapes are padded to a few lengths (buckets), each compiled once, so that a new 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -169,6 +170,15 @@ class CacheDecoder(Rows):
         for block in blocks:
             self._memory.write(row, int(self.slot_table.append(row, count)[0]), block)
 
+    def prepare(self, prompt_lengths: Iterable[int], max_new_tokens: int) -> None:
+        del max_new_tokens
+        for compile_graph in self.graphs(prompt_lengths):
+            compile_graph()
+
+    @abstractmethod
+    def graphs(self, prompt_lengths: Iterable[int]) -> Iterator[Callable[[], None]]:
+        """The graphs that prompts of these lengths need: functions that compile one each."""
+
 
 class CachedDecoder(CacheDecoder):
     """Decoding with a KV cache: each token is computed once.
@@ -187,11 +197,11 @@ class CachedDecoder(CacheDecoder):
         if self.net.has_several_adapters:
             self.adapters = np.zeros(self.num_rows, np.int64)
 
-    def prepare(self, prompt_lengths: Iterable[int], max_new_tokens: int) -> None:
+    def graphs(self, prompt_lengths: Iterable[int]) -> Iterator[Callable[[], None]]:
         ends = {min(self.chunk, length - start) for length in prompt_lengths for start in range(0, length, self.chunk)}
         for length in sorted({bucket(length, self.chunk) for length in ends}):
-            self._compile_prefill(length)
-        self._compile_decode()
+            yield partial(self._compile_prefill, length)
+        yield self._compile_decode
 
     def shapes(self) -> Iterator[tuple[str, Callable[[], None]]]:
         """The graphs that may be needed: a name, and the function that compiles it."""

@@ -7,7 +7,7 @@ the same ones, and no strategy needs to fit that model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -51,7 +51,12 @@ class ModelDrafter(Drafter):
         self._rows: dict[int, _Row] = {}
 
     def prepare(self) -> None:
-        self._decoding.prepare(range(1, self._decoding.chunk + 1), 1)
+        for compile_graph in self.graphs():
+            compile_graph()
+
+    def graphs(self) -> list[Callable[[], None]]:
+        """The graphs that it needs: functions that compile one each."""
+        return list(self._decoding.graphs(range(1, self._decoding.chunk + 1)))
 
     def begin(self, row: int, tokens: Sequence[int]) -> None:
         self._rows[row] = _Row(list(tokens))
@@ -127,19 +132,23 @@ class SharedDrafter(Drafter):
     """The drafts of one rank, on all ranks.
 
     Args:
-        own: the drafter, on the rank that chooses tokens; None on the others.
+        own: the drafter, on the rank that chooses tokens, the last stage's first; None on the others.
         most: tokens of a draft, at most.
     """
 
     is_costly = True
 
-    def __init__(self, engine: Engine, own: Drafter | None, num_rows: int, most: int):
+    def __init__(self, engine: Engine, own: ModelDrafter | None, num_rows: int, most: int):
         self._engine, self._own, self._shape = engine, own, (num_rows, most)
         self.cache_bytes = own.cache_bytes if own else 0
 
     def prepare(self) -> None:
-        if self._own:
-            self._own.prepare()
+        """Compile a graph at a time: ranks that wait for too long give up, and they wait for each."""
+        graphs = self._own.graphs() if self._own else []
+        for number in range(self._engine.max_over_ranks(len(graphs))):
+            if graphs:
+                graphs[number]()
+            self._engine.barrier()
 
     def begin(self, row: int, tokens: Sequence[int]) -> None:
         if self._own:
@@ -179,6 +188,7 @@ def open_speculation(
     if draft is None:
         return Speculation(NgramDrafter(), flags.num_drafts)
     own = _open_model(draft, engine.alone(), shape) if engine.is_log_rank else None
+    engine.barrier()  # the others wait for the weights alone, not for the graphs as well
     return Speculation(SharedDrafter(engine, own, shape[0], flags.num_drafts), flags.num_drafts)
 
 

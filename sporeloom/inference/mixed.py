@@ -46,13 +46,13 @@ class RaggedDecoder(CacheDecoder):
         drafts."""
         self.num_drafts = num_drafts
 
-    def prepare(self, prompt_lengths: Iterable[int], max_new_tokens: int) -> None:
+    def graphs(self, prompt_lengths: Iterable[int]) -> Iterator[Callable[[], None]]:
         most = max(self.num_rows, min(sum(prompt_lengths), MAX_KERNEL_ROWS))
         for size in self.sizes[: bisect_left(self.sizes, most) + 1]:
-            self._compile(size)
+            yield partial(self._compile, size)
         most = max(draft_sizes(self.num_rows, self.num_drafts), default=1)
         for size in [size for size in self.sizes if 1 < size <= most]:
-            self._compile(size, True)
+            yield partial(self._compile, size, True)
 
     def shapes(self) -> Iterator[tuple[str, Callable[[], None]]]:
         """The graphs that may be needed: a name, and the function that compiles it."""

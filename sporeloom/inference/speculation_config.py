@@ -84,12 +84,13 @@ _NO_WAY_BACK = "convolutions keep the state after the last token only, so that a
 
 
 def read_draft(
-    flags: SpeculationFlags, model: ModelConfig, tokenizer: Path, domain: int | None, int8: bool
+    flags: SpeculationFlags, target: tuple[str, ModelConfig], tokenizer: Path, domain: int | None, int8: bool
 ) -> DraftModel | None:
-    """Read the configuration of the draft model, if there is one, for drafts of `model` with this tokenizer.
+    """Read the configuration of the draft model, if there is one, for drafts of a model with this tokenizer.
 
     Args:
-        tokenizer: path of the tokenizer's file, or of its folder.
+        target: family and configuration of that model.
+        tokenizer: path of its tokenizer's file, or of the folder of that.
         domain: of all texts, where the draft model has domains as well.
 
     Raises:
@@ -102,6 +103,8 @@ def read_draft(
     family, draft = load_text_config(folder)
     if draft.num_domains > 1:
         draft = problems.of(draft.with_domain, domain) or draft
+    of_target, model = target
+    tokenizer = find_tokenizer(of_target, tokenizer) if tokenizer.is_dir() else tokenizer
     problems += [f"--draft-model {folder}: {line}" for line in _differences(folder, family, draft, model, tokenizer)]
     problems.raise_if_any()
     return DraftModel(folder, family, draft, int8)
@@ -117,9 +120,9 @@ def _differences(folder: Path, family: str, draft: ModelConfig, model: ModelConf
             "same vocabulary"
         )
     own = find_tokenizer(family, folder)
-    if tokenizer.is_dir():
-        tokenizer = find_tokenizer(family, tokenizer)
     if not own.is_file():
         yield f"{own.name} is not there; a draft model needs the tokenizer that it was trained with, the model's own"
+    elif not tokenizer.is_file():
+        yield f"{tokenizer} is not there, to be compared with {own}; give --tokenizer FILE, the file itself"
     elif content_hash(own) != content_hash(tokenizer):
         yield f"{own} is another tokenizer than {tokenizer}; choose a draft model with the same one"

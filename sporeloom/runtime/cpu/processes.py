@@ -8,8 +8,8 @@ import contextlib
 import itertools
 import os
 import sys
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ from sporeloom.runtime.spmd.backend import SpmdBackend
 from sporeloom.runtime.spmd.rank_graph import RankGraph
 from sporeloom.strategy.config import Strategy
 
-_jobs = itertools.count()
+_joined = defaultdict[str, Iterator[int]](itertools.count)
+"""How often this process has joined a job, by its name: processes that join it once more do so together."""
 
 
 class CpuProcesses(SpmdBackend):
@@ -49,10 +50,9 @@ class CpuProcesses(SpmdBackend):
             sys.exit(0)
         end_with_msrun()
         size = strategy.mesh.size
-        # If a process joins a second job, all ranks do.
         job = job_name() if size > 1 else f"alone-{os.getpid()}"
         rank = launched_rank() if size > 1 else 0
-        transport = Transport(rank, size, f"{job}-{next(_jobs)}")
+        transport = Transport(rank, size, f"{job}-{next(_joined[job])}")
         atexit.register(transport.close)
         return cls(strategy, rank, transport)
 

@@ -107,11 +107,19 @@ class _Walk:
             self.add([value.__func__, value.__self__])
         else:
             self.parts.append(_source(value))
-            if code := getattr(value, "__code__", None):  # two lambdas of a function have one name
-                constants = [each for each in code.co_consts if not isinstance(each, types.CodeType)]
-                self.parts.append(f"{code.co_firstlineno} {code.co_code!r} {constants!r}")
-            self.add([cell.cell_contents for cell in getattr(value, "__closure__", None) or ()])
-            self.add(getattr(value, "__defaults__", None))
+            if isinstance(value, types.FunctionType):
+                self._add_code(value.__code__)  # two lambdas of a function have one name
+                self.add(
+                    [value.__defaults__, value.__kwdefaults__, [_content(cell) for cell in value.__closure__ or ()]]
+                )
+
+    def _add_code(self, code: types.CodeType) -> None:
+        self.add([code.co_firstlineno, code.co_code, code.co_names, code.co_varnames, code.co_freevars])
+        for constant in code.co_consts:
+            if isinstance(constant, types.CodeType):
+                self._add_code(constant)
+            else:
+                self.add(constant)
 
     def _add_object(self, value: Any) -> None:
         self.parts.append(_source(type(value)))
@@ -131,6 +139,13 @@ class _Walk:
         self.add(attributes)
 
 
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a variable that has no value yet
+        raise UnknownSourceError("an empty variable") from None
+
+
 def _source(value: Any) -> str:
     """Name of a class or function.
 
@@ -138,6 +153,6 @@ def _source(value: Any) -> str:
         UnknownSourceError: its source is a user's.
     """
     is_local_class = isinstance(value, type) and "<locals>" in value.__qualname__  # which sees variables of a function
-    if is_local_class or value.__module__.partition(".")[0] not in PACKAGES:
+    if is_local_class or (value.__module__ or "").partition(".")[0] not in PACKAGES:
         raise UnknownSourceError(f"{value.__module__}.{value.__qualname__}")
     return f"{value.__module__}.{value.__qualname__}"

@@ -2,6 +2,8 @@
 """`sporeloom tokenizer stats`, compared with counts of SentencePiece itself and of the test."""
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 import sentencepiece
@@ -156,8 +158,12 @@ def test_a_document_without_the_field_stops_or_is_counted(files, tmp_path):
     assert f"{path}:1: --by: no field `language`; found: text, lang; --on-error skip" in done.output
     report, output = found(files, tmp_path, "--by", "lang", "--on-error", "skip", inputs=(path,))
     assert report["skipped"] == {"without_field": 2} and "skipped: 2 without_field" in output
-    assert report["first_problems"][1].startswith(f"{path}:3: --by: the field `lang` is neither a text nor an integer")
+    null, listed = report["first_problems"]
+    assert null == f"{path}:2: --by: the field `lang` is null; found: text, lang"
+    assert listed == f"{path}:3: --by: the field `lang` is a list, not a text or an integer; found: text, lang"
     assert report["total"]["documents"] == 1
+    none = stats(files, "--by", "language", "--on-error", "skip", inputs=(path,))
+    assert none.code == 2 and f"{path}: no document has the field `language` of --by" in none.output
     text = stats(files, "--by", "lang", inputs=(ROOT / "examples" / "tang_poems.txt",))
     assert text.code == 2 and "a text has no fields; group by files with --by-file" in text.output
 
@@ -167,6 +173,24 @@ def test_a_field_with_too_many_values_is_refused(files, tmp_path):
     path.write_text("".join(json.dumps({"text": "x", "id": number}) + "\n" for number in range(1001)))
     done = stats(files, "--by", "id", inputs=(path,))
     assert done.code == 2 and "--by id: more than 1,000 values; choose a field with few" in done.output
+
+
+@pytest.mark.parametrize(
+    ("value", "what"), [("true", "true or false"), ("1.5", "a number with"), ('""', "empty"), ("{}", "an object")]
+)
+def test_what_names_no_group_is_said(files, tmp_path, value, what):
+    path = tmp_path / "odd.jsonl"
+    path.write_text(f'{{"text": "one", "lang": {value}}}\n')
+    done = stats(files, "--by", "lang", inputs=(path,))
+    assert done.code == 2 and f"the field `lang` is {what}" in done.output
+
+
+def test_names_that_are_no_unicode_are_counted_and_written(files, tmp_path):
+    path = Path(os.fsdecode(bytes(tmp_path) + b"/\xff.jsonl"))
+    path.write_text('{"text": "hello", "lang": "\\ud800"}\n')
+    for more in (("--by", "lang"), ("--by-file",)):
+        report, _ = found(files, tmp_path, *more, "--overwrite", inputs=(path,))
+        assert [group["documents"] for group in report["groups"].values()] == [1]
 
 
 def test_a_name_of_a_group_cannot_look_like_a_row(files, tmp_path):

@@ -11,7 +11,7 @@ from conftest import ROOT, in_process, run
 
 from codegeex.tokenizer import CodeGeeXTokenizer
 from codegeex.tokenizer import train_tokenizer as train_codegeex
-from palm.tokenizer import PaLMTokenizer
+from palm.tokenizer import MIN_VOCAB_SIZE, PaLMTokenizer
 from palm.tokenizer import train_tokenizer as train_palm
 from pangu.tokenizer import SPECIAL, PanGuTokenizer
 from pangu.tokenizer import train_tokenizer as train_pangu
@@ -43,6 +43,28 @@ def test_a_small_corpus_gives_the_tokenizer_of_its_documents(tmp_path, model):
     if model in LOSSLESS:
         odd = "new\tline\n\n  两 spaces 龘 🙂"
         assert tokenizer.decode(tokenizer.encode_document(odd)) == odd
+
+
+def test_the_character_that_sentencepiece_reserves_costs_no_passage(tmp_path):
+    """It would leave out the whole passage, and say so nowhere."""
+    lines = [f"alpha beta gamma {number}" for number in range(300)]
+    path = tmp_path / "bars.txt"
+    path.write_text(
+        "\n\n".join(lines + [f"zebra quokka wombat {number} \u2583\u2584\u2585\u2586" for number in range(300)])
+    )
+    assert train(tmp_path, path, size=340).code == 0
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "t.model"))
+    assert {"zebra", "quokka"} <= {pieces.id_to_piece(i).strip("\u2581") for i in range(pieces.get_piece_size())}
+    path.write_text("\0\n\n\0\0")
+    done = train(tmp_path, path, name="none.model")
+    assert done.code == 2 and "no characters that a piece can be made of" in done.output, done.output
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_the_smallest_vocabulary_can_be_trained(tmp_path, kind):
+    assert train(tmp_path, TEXT, "--kind", kind, size=MIN_VOCAB_SIZE).code == 0
+    done = train(tmp_path, TEXT, "--kind", kind, size=MIN_VOCAB_SIZE - 1, name="smaller.model")
+    assert done.code == 2 and f"give {MIN_VOCAB_SIZE} or more" in done.output
 
 
 @pytest.mark.parametrize(("model", "kind"), [("pangu", "bpe"), ("palm", "unigram")])

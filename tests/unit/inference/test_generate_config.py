@@ -11,7 +11,7 @@ from pangu.tokenizer import train_tokenizer
 from sporeloom.checkpoint.model_folder import load_config, write_config
 from sporeloom.core.errors import ConfigError
 from sporeloom.inference.config import GenerateConfig, check
-from sporeloom.inference.speculation_config import SpeculationFlags, speculation_problems
+from sporeloom.inference.speculation_config import SpeculationFlags, read_draft, speculation_problems
 from sporeloom.models.family import size_config
 from sporeloom.serve import config as serve_config
 from sporeloom.serve.config import ServeConfig
@@ -111,6 +111,15 @@ def test_all_that_is_wrong_with_a_draft_model_is_reported_at_once(folder, tmp_pa
         check(drafting(folder, path), 1, [])
     with pytest.raises(ConfigError, match="there is no such checkpoint folder"):
         check(drafting(folder, tmp_path / "nowhere"), 1, [])
+
+
+def test_a_tokenizer_that_is_no_file_of_the_family_is_not_compared(folder, tmp_path):
+    path, elsewhere = draft_folder(tmp_path / "draft", folder), tmp_path / "released"
+    elsewhere.mkdir()
+    flags, target = SpeculationFlags(speculate="model", draft_model=path), load_config(folder)
+    with pytest.raises(ConfigError, match=r"released/tokenizer\.model is not there, .* give --tokenizer FILE"):
+        read_draft(flags, target, elsewhere, None, False)
+    assert read_draft(flags, target, folder, None, False).folder == path
 
 
 def test_a_draft_model_reads_texts_as_long_as_the_model_makes(folder, tmp_path):

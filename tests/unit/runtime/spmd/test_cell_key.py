@@ -22,6 +22,7 @@ from sporeloom.nn.objectives import PairwiseReward, Policy, Preference
 from sporeloom.planner.task import PLAIN_TEXT
 from sporeloom.runtime.spmd.cell_key import cell_key
 from sporeloom.runtime.spmd.compile import compile_for_one_device
+from sporeloom.simulation.intervals import daly, young
 from sporeloom.strategy.config import SINGLE_DEVICE
 from sporeloom.strategy.loader import load_strategy
 
@@ -102,9 +103,8 @@ class Users(nn.Cell):
 def test_what_holds_something_of_a_users_has_no_key():
     assert cell_key(nn.SequentialCell([nn.ReLU()])) is not None
     assert cell_key(nn.SequentialCell([nn.ReLU(), Users()])) is None
-    holder = nn.ReLU()
-    holder.function = lambda x: x
-    assert cell_key(holder) is None
+    for value in (lambda x: x, [].append, {}.get, partial({}.get, 1), range(3), object()):
+        assert holding(value) is None
 
 
 VALUES = [
@@ -122,7 +122,7 @@ VALUES = [
         ops.MatMul(transpose_b=True),
     ),
     *(nn.ReLU(), nn.GELU(), nn.Dropout(p=0.1), nn.Dropout(p=0.2), nn.Dropout(p=0.1).set_train()),
-    *(np.sum, np.mean, partial(np.sum, axis=0), partial(np.sum, axis=1), operator.add, nn.ReLU),
+    *(young, daly, partial(young, 1.0), partial(young, 2.0), partial(young, pause=1.0), operator.add, nn.ReLU),
     *(SINGLE_DEVICE, dataclasses.replace(SINGLE_DEVICE, source="other"), TINY, TINY.with_layers(3)),
 ]
 
@@ -138,6 +138,26 @@ def test_every_kind_of_value_counts():
     known = [key for key in keys if key is not None]
     assert len(set(known)) == len(known) >= len(VALUES) - 1  # operator.add is no function of these packages
     assert holding(ops.Softmax(-1)) == holding(ops.Softmax(-1))
+
+
+def of_package(function):
+    function.__module__ = "sporeloom.nn.loss"
+    return function
+
+
+def test_functions_of_one_line_differ_by_what_they_call_and_hold():
+    def made(number):
+        return lambda x: x + number
+
+    def called():
+        return later
+
+    functions = [lambda x: x.relu(), lambda x: x.gelu(), lambda x: x in {"ab", "cd"}, lambda x: [y for y in x]]  # noqa: C416
+    functions += [lambda x: [-y for y in x], made(1), made(2), lambda x, *, y=1: x, lambda x, *, y=2: x]
+    keys = [holding(of_package(each)) for each in functions]
+    assert None not in keys and len(set(keys)) == len(keys)
+    assert holding(of_package(called)) is None  # its variable has no value yet
+    later = None
 
 
 def test_one_operator_of_two_cells_is_not_two_operators():

@@ -29,7 +29,7 @@ from sporeloom.runtime.spmd.rank_graph import RankGraph
 from sporeloom.strategy.config import Strategy
 
 _joined = defaultdict[str, Iterator[int]](itertools.count)
-"""How often this process has joined a job, by its name: processes that join it once more do so together."""
+"""Number of times that this process has joined a job, by its name: processes that join it once more do so together."""
 
 
 class CpuProcesses(SpmdBackend):

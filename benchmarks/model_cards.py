@@ -32,14 +32,15 @@ from sporeloom.core.errors import ConfigError  # noqa: E402
 from sporeloom.inference.model import CACHE, build_model  # noqa: E402
 from sporeloom.models.config import ModelConfig  # noqa: E402
 from sporeloom.models.family import size_config  # noqa: E402
-from sporeloom.models.slots import num_slots_for  # noqa: E402
-from sporeloom.planner.cluster import read_cluster  # noqa: E402
+from sporeloom.models.slots import SLOTS_MULTIPLE, num_slots_for  # noqa: E402
+from sporeloom.planner.cluster import Cluster, read_cluster  # noqa: E402
 from sporeloom.planner.dimensions import of_decoder  # noqa: E402
 from sporeloom.planner.errors import NoInterval, time_interval  # noqa: E402
 from sporeloom.planner.parallelism import Parallelism  # noqa: E402
 from sporeloom.planner.report import TOO_MANY_ROWS  # noqa: E402
 from sporeloom.planner.search import Option, PlanRequest, describe, search  # noqa: E402
 from sporeloom.strategy.checks import model_problems  # noqa: E402
+from sporeloom.strategy.config import Strategy  # noqa: E402
 from sporeloom.strategy.loader import strategy_of  # noqa: E402
 
 GB = 2**30
@@ -47,6 +48,8 @@ CLUSTERS = ("ascend910b", "cloudmatrix384", "h100")
 SERVERS = ("ascend910b", "h100")
 """Clusters whose devices differ in memory."""
 ROWS, SERVED_TOKENS, MAX_TP = 16, 8192, 128
+RESERVED_GB = Cluster.reserved_gb
+"""Of every device, on all of CLUSTERS."""
 CAPACITY_FACTOR = 1.25
 """Of the second plan of models whose experts have no capacity limit."""
 ITEMSIZE = {"Float32": 4, "BFloat16": 2, "Float16": 2, "Int8": 1, "Int32": 4}
@@ -140,12 +143,14 @@ the card plans the model a second time with `capacity_factor` {CAPACITY_FACTOR}.
 
 **Serving** is the memory of weights and KV cache on each device, for {ROWS} sequences of {SERVED_TOKENS:,} tokens
 (or the model's context, where that is shorter), computed and cached in bfloat16, on the fewest
-tensor parallel devices, a power of two, whose memory they fit into. `serve` holds weights as float32
-or int8 (`--weights`); it has no bfloat16 weights. Layers of multi-token prediction are among the
-weights. Working memory is not counted.
+tensor parallel devices, a power of two up to {MAX_TP}, whose memory they fit into. A sequence has a
+multiple of {SLOTS_MULTIPLE} slots of the cache, at least one more than its tokens; the figures are of all slots.
+`serve` holds weights as float32 or int8 (`--weights`); it has no bfloat16 weights. Layers of
+multi-token prediction are among the weights. Working memory is not counted.
 
 GB are 2^30 bytes. Devices have 64 GB (`ascend910b`: an Ascend 910B; `cloudmatrix384`: a die of an
-Ascend 910C) or 80 GB (`h100`); see [Describe a cluster](../how-to/plan.md#describe-a-cluster). No
+Ascend 910C) or 80 GB (`h100`); training and serving use {RESERVED_GB:g} GB less, which are reserved for the
+framework and its collectives. See [Describe a cluster](../how-to/plan.md#describe-a-cluster). No
 published run used a 910C: its times have the 910B's efficiencies and no interval.
 """
 
@@ -218,14 +223,15 @@ def served_tokens(config: ModelConfig) -> int:
     return min(SERVED_TOKENS, config.seq_len)
 
 
+def strategy_with(config: ModelConfig, tp: int) -> Strategy:
+    return strategy_of({"mesh": {"tp": tp}, "rules": "experts" if config.experts else "decoder"}, "model_cards")
+
+
 @functools.cache
-def served(family: str, size: str, tp: int, int8: bool) -> Served | None:
-    """What the network of a server holds on each of `tp` devices; None: tp does not divide the model."""
+def served(family: str, size: str, tp: int, int8: bool) -> Served:
+    """What the network of a server holds on each of `tp` devices."""
     config = dataclasses.replace(size_config(family, size), compute_dtype="bfloat16", dropout_rate=0.0)
-    strategy = strategy_of({"mesh": {"tp": tp}, "rules": "experts" if config.experts else "decoder"}, "model_cards")
-    if model_problems(strategy, config):
-        return None
-    net = build_model(family, config, strategy, (ROWS, num_slots_for(served_tokens(config))), int8)
+    net = build_model(family, config, strategy_with(config, tp), (ROWS, num_slots_for(served_tokens(config))), int8)
     weights = cache = 0
     for parameter in net.get_parameters():
         local = math.prod(net.parallel_report.of(parameter.name).local_shape) * ITEMSIZE[str(parameter.dtype)]
@@ -234,31 +240,46 @@ def served(family: str, size: str, tp: int, int8: bool) -> Served | None:
     return Served(weights, cache)
 
 
-def fewest_devices(card: Card, usable: float, int8: bool) -> tuple[int, Served] | None:
-    """The smallest tensor parallel degree, a power of two, at which a server fits; None: none up to MAX_TP does."""
+def possible_devices(config: ModelConfig) -> tuple[list[int], str]:
+    """Tensor parallel degrees, powers of two up to MAX_TP, and why a server has no larger one."""
+    degrees = list[int]()
+    for tp in (2**power for power in range(MAX_TP.bit_length())):
+        if problems := model_problems(strategy_with(config, tp), config):
+            return degrees, problems[0].partition(": ")[2].partition(";")[0]
+        degrees.append(tp)
+    return degrees, ""
+
+
+def fewest_devices(card: Card, usable: float, int8: bool) -> tuple[int, Served] | str:
+    """The smallest tensor parallel degree at which a server fits, or why none does."""
     least = of_decoder(card.config).num_parameters * (1 if int8 else 4)
-    tp = 1
-    while tp <= MAX_TP:
-        if least / tp <= usable and (found := served(card.family, card.size, tp, int8)) and sum(found) <= usable:
+    degrees, larger = possible_devices(card.config)
+    for tp in degrees:
+        if least / tp <= usable and sum(found := served(card.family, card.size, tp, int8)) <= usable:
             return tp, found
-        tp *= 2
-    return None
+    needed = sum(served(card.family, card.size, degrees[-1], int8)) / GB
+    return f"none: {needed:.0f} GB on each of {degrees[-1]}" + (f"; {larger}" if larger else "")
 
 
 def serving_row(card: Card, cluster: str, int8: bool) -> tuple[str, ...]:
     """Cells of a server: device, weights, number of devices, GB of weights and of the cache on each."""
     kind, of = "int8" if int8 else "float32", read_cluster(Path(cluster))
     found, device = fewest_devices(card, of.usable_bytes, int8), f"{of.memory_gb} GB"
-    if found is None:
-        return device, kind, f"none up to tp {MAX_TP} fits", "-", "-"
+    if isinstance(found, str):
+        return device, kind, found, "-", "-"
     tp, held = found
-    return device, kind, f"tp {tp}", f"{held.weights / GB:.2f} GB", f"{held.cache / GB:.2f} GB"
+    return device, kind, str(tp), f"{held.weights / GB:.2f} GB", f"{held.cache / GB:.2f} GB"
+
+
+def served_line(card: Card) -> str:
+    tokens = served_tokens(card.config)
+    return f"Serving {ROWS} sequences of {tokens:,} tokens, in {num_slots_for(tokens):,} slots of the cache each:"
 
 
 def serving(card: Card) -> str:
     rows = [serving_row(card, cluster, int8) for cluster in SERVERS for int8 in (False, True)]
-    heads = ("device", "weights", "number", "weights of each", "KV cache of each")
-    return f"Serving {ROWS} sequences of {served_tokens(card.config):,} tokens:\n\n{table(heads, rows)}"
+    heads = ("device", "weights", "number of devices", "weights of each", "KV cache of each")
+    return f"{served_line(card)}\n\n{table(heads, rows)}"
 
 
 def facts(card: Card) -> str:

@@ -114,8 +114,6 @@ def layer_of(config: ModelConfig) -> list[Row]:
 def layers_of(config: ModelConfig) -> Box:
     """The layers of the model, counted by kind."""
     found = [f"{config.block} blocks, hidden size {config.hidden_size}"]
-    if config.query_layer:
-        found.append("the last one is the top query layer: a query for each position")
     if config.indexer:
         found.append(f"{len(config.indexer.layers)} with sparse attention")
     for width, count in Counter(config.windows[: config.num_layers]).items():
@@ -123,7 +121,34 @@ def layers_of(config: ModelConfig) -> Box:
             found.append(f"{count} with sliding windows of {width} tokens")
     if config.streams and (normed := config.streams.norm_layers):
         found.append(f"a norm over all streams behind {len(normed)} of them")
-    return Box(f"{config.num_layers} layers", tuple(found), True)
+    return Box(f"{plain_layers(config)} layers", tuple(found), True)
+
+
+def plain_layers(config: ModelConfig) -> int:
+    """Number of layers besides the top query layer."""
+    return config.num_layers - config.query_layer
+
+
+def query_layer_of(config: ModelConfig) -> Box:
+    queries = f"its queries: an embedding of the position, {config.seq_len} rows,"
+    return Box("Top query layer", (queries, "neither normed nor added; all else as in a layer"), True)
+
+
+def top_of(config: ModelConfig) -> list[Row]:
+    """The parts between the layers and the head. Multi-token prediction reads hidden states beside the path to the head,
+    which reads its output, too."""
+    norm = Box(f"Final {norm_of(config)}")
+    if config.query_layer:
+        rows: list[Row] = [(norm,), (query_layer_of(config),)]
+        return rows if config.final_norm == "before_query" else rows[::-1]
+    if not (count := config.num_mtp_layers):
+        return [(norm,)]
+    layers, read = ("layer", "reads") if count == 1 else ("layers", "read")
+    found = (f"{count} further {layers}, in training,", f"which {read} later tokens, too")
+    prediction = Box("Multi-token prediction", found)
+    if config.mtp_input == "after_norm":
+        return [(norm,), (Box("Next token"), prediction)]
+    return [(norm, prediction)]
 
 
 def model_of(config: ModelConfig) -> list[Row]:
@@ -135,11 +160,7 @@ def model_of(config: ModelConfig) -> list[Row]:
     if config.streams:
         rows.append((Box(f"{config.streams.num_streams} residual streams become one"),))
     head = "the token embedding again" if config.tied_embedding else "a matrix of its own"
-    rows += [(Box(f"Final {norm_of(config)}"),), (Box("Head", (head,)),)]
-    if count := config.num_mtp_layers:
-        name = "layer" if count == 1 else "layers"
-        rows.append((Box("Multi-token prediction", (f"{count} further {name}, in training",)),))
-    return rows
+    return [*rows, *top_of(config), (Box("Head", (head,)),)]
 
 
 def column(rows: list[Row], left: int, title: str) -> tuple[list[str], int]:
@@ -171,7 +192,7 @@ def picture(config: ModelConfig, title: str) -> str:
     """The SVG of a model."""
     (model, end), (layer, end_of_layer) = (
         column(model_of(config), 10, "The model"),
-        column(layer_of(config), WIDTH + 30, "A layer"),
+        column(layer_of(config), WIDTH + 30, f"One of the {plain_layers(config)} layers"),
     )
     height, width = max(end, end_of_layer) + 12, 2 * WIDTH + 40
     size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'

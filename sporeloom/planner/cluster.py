@@ -133,6 +133,9 @@ class Cluster:
 
     chip: str
     """Name in sporeloom/planner/fitted.yaml."""
+    unpublished: str | None = None
+    """Name of the devices, in the plural, where they are not `chip` but have its efficiencies, as no run on them is
+    published: plans have no interval."""
     peak_tflops: Positive
     """FLOP/s of dense fp16 or bf16 products."""
     memory_gb: Positive
@@ -229,6 +232,11 @@ class Cluster:
             f"{mesh.uneven_groups}: MindSpore refuses such groups on {self.chip}; there one has 1, 2, 4 or 8 devices "
             "of a server, as many of each"
         )
+
+    @property
+    def device_name(self) -> str:
+        """Name of the devices in plans, without line breaks."""
+        return " ".join((self.unpublished or self.chip).split())
 
     @property
     def usable_bytes(self) -> float:

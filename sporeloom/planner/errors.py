@@ -75,6 +75,10 @@ def time_interval(
     """The interval of a job's step time, or the reason why there is none."""
     if cluster.efficiency or cluster.measured or (cluster.experts and dims.num_experts):
         return NoInterval("the cluster file gives efficiencies in place of those fitted on published runs")
+    if cluster.unpublished:
+        return NoInterval(
+            f"no run on {cluster.device_name} is published; their efficiencies are those fitted on {cluster.chip}"
+        )
     if job.precision == "fp32":
         return NoInterval("none of the published runs computes in float32")
     if job.schedule != "1f1b":

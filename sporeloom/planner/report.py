@@ -47,7 +47,7 @@ def table(request: PlanRequest, options: list[Option]) -> str:
     interval = time_interval(dims, best.job, request.cluster, request.task)
     used = f" ({dims.active_parameters / 1e9:.2f} G of them used by a token)" if dims.num_experts else ""
     lines = [
-        f"{dims.num_parameters / 1e9:.2f} G parameters{used} on {request.devices} {request.cluster.chip}, "
+        f"{dims.num_parameters / 1e9:.2f} G parameters{used} on {request.devices} {request.cluster.device_name}, "
         f"{request.global_batch_size} sequences of {dims.seq_len} tokens a step, computed in {request.precision}",
         *_of_task(request, best),
         "",
@@ -127,7 +127,7 @@ def strategy_file(
     else:
         command = f"{words[0]} {named} {shlex.join(words[1:])}"
     head = [
-        f"# Planned for {request.devices} {request.cluster.chip}: step {option.seconds:.3f} s "
+        f"# Planned for {request.devices} {request.cluster.device_name}: step {option.seconds:.3f} s "
         f"({interval.describe(option.seconds)}), "
         f"{option.tokens_per_s:,.0f} tokens/s, "
         f"MFU {option.mfu:.1%}, {option.peak_bytes / GB:.1f} GB of {request.cluster.memory_gb:g}.",

@@ -7,12 +7,13 @@ import hashlib
 import importlib
 import json
 import math
+from pathlib import Path
 
 import pytest
 from conftest import ROOT, shared
 
 from sporeloom.models.adapters import LoRAConfig
-from sporeloom.planner.cluster import Cluster, chips
+from sporeloom.planner.cluster import Cluster, chips, fitted_efficiency, read_cluster
 from sporeloom.planner.dimensions import Dimensions
 from sporeloom.planner.errors import ERRORS, NoInterval, TimeInterval, interval_values, published_errors, time_interval
 from sporeloom.planner.parallelism import Parallelism
@@ -155,6 +156,31 @@ def test_a_plan_shows_the_interval_with_each_time():
     assert "interval: no interval is known: none of the published runs computes in float32" in table(
         in_float32, search(in_float32)[:1]
     )
+
+
+def test_a_plan_on_the_super_node_says_that_no_run_on_it_is_published():
+    cluster = read_cluster(Path("cloudmatrix384"))
+    request = PlanRequest(dims=DENSE, cluster=cluster, devices=64, global_batch_size=64)
+    best = search(request)[0]
+    interval = time_interval(DENSE, best.job, cluster)
+    assert isinstance(interval, NoInterval)
+    why = "no run on dies of Ascend 910C is published; their efficiencies are those fitted on ascend910b"
+    assert interval.why == why and cluster.fitted == fitted_efficiency("ascend910b")
+    text = table(request, [best])
+    assert " on 64 dies of Ascend 910C, " in text and text.endswith(f"interval: no interval is known: {why}")
+    assert strategy_file(request, best, "decoder").startswith("# Planned for 64 dies of Ascend 910C: step ")
+
+
+def test_efficiencies_of_the_file_are_the_reason_before_the_name_of_devices():
+    own = dataclasses.replace(CLUSTER, unpublished="cards", efficiency=CLUSTER.fitted)
+    found = time_interval(DENSE, Parallelism(), own)
+    assert isinstance(found, NoInterval) and found.why.startswith("the cluster file gives efficiencies")
+
+
+def test_a_name_of_devices_stays_in_the_line_of_a_comment(write):
+    cluster = read_cluster(write("c.yaml", 'chip: h100\nunpublished: "cards\\nmesh: 8"\n'))
+    assert cluster.device_name == "cards mesh: 8"
+    assert Cluster.of_chip("h100").device_name == "h100"
 
 
 def test_publishers_are_organisations(script):

@@ -41,6 +41,7 @@ JOBS = [
     ("25M", "pangu_tiny_tp2", 4),
 ]
 TARGET = 0.15
+STEPS = 10
 WARM_UP = 2
 """Steps that compile and fill caches, and are not counted."""
 NAMES = {"matmul": "products", "attention": "attention", "memory": "passes", "launch": "launches"}
@@ -79,7 +80,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--cluster", type=Path, help="a file that calibrate has written, in place of a new one")
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--jobs", type=int, default=len(JOBS))
     asked = parser.parse_args()
     folder, rows, begin = Path(tempfile.mkdtemp(prefix="calibrate-")), [], os.getloadavg()[0]
@@ -91,7 +92,7 @@ def main() -> None:
         (folder / f"{name}.json").write_text(json.dumps(fields), encoding="utf-8")
     about = f"Before the calibration{', which was --quick,' * asked.quick} the load was {begin:.1f}."
     if asked.cluster:
-        about = "The machine was calibrated before."
+        about = "The machine was calibrated before, in a run of its own."
     for model, strategy, batch_size in JOBS[: asked.jobs]:
         time = predicted(folder, cluster, model, strategy, batch_size)
         load = os.getloadavg()[0]
@@ -99,10 +100,16 @@ def main() -> None:
         name = f"{model}, {(strategy or 'one process').removeprefix('pangu_tiny_')}, {batch_size} sequences"
         rows.append(row(name, time, seconds, load))
         print(rows[-1][0], flush=True)
-        write(rows, asked.steps, about)  # after each job: what was measured is kept
+        write(rows, asked, about)  # after each job: what was measured is kept
 
 
-def write(rows, steps, about):
+def command(asked):
+    """The command line of this run, as far as it is not the default."""
+    flags = [" --quick"] * asked.quick + [" --cluster FILE"] * bool(asked.cluster)
+    return "calibrate.py" + "".join(flags) + (f" --steps {asked.steps}" if asked.steps != STEPS else "")
+
+
+def write(rows, asked, about):
     """Write the report of the jobs so far."""
     errors = sorted(abs(error) for _, error in rows)
     good = sum(error <= TARGET for error in errors)
@@ -110,12 +117,12 @@ def write(rows, steps, about):
         f"{good} of {len(rows)} jobs are within {TARGET:.0%}; median error {statistics.median(errors):.0%}, worst "
         f"{errors[-1]:.0%}. {len(JOBS) - len(rows)} of the {len(JOBS)} jobs were not run.",
         "",
-        f"Times in ms: predicted, and the median of {steps - WARM_UP} measured steps with the quartiles. Load of the machine "
-        f"before the job's training; a quiet machine has less than 1. {about}",
+        f"Times in ms: predicted, and the median of {asked.steps - WARM_UP} measured steps with the quartiles. Load of the "
+        f"machine before the job's training; a quiet machine has less than 1. {about}",
     ]
     titles = ["job", "predicted", "measured", "error", "load", *NAMES.values(), "communication, idle"]
     lines = [*head, "", f"| {' | '.join(titles)} |", "|---" * len(titles) + "|", *(line for line, _ in rows)]
-    write_report(RESULT, "Predicted and measured steps on CPU processes", "calibrate.py", lines)
+    write_report(RESULT, "Predicted and measured steps on CPU processes", command(asked), lines)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def as_yaml(cluster: Cluster, quick: bool) -> str:
     """The text of the file."""
     cores = os.cpu_count() or 1
     head = [
-        f"# MachineRates by sporeloom calibrate{' --quick' if quick else ''} on {cores} cores of {platform.machine()}; "
+        f"# Measured by sporeloom calibrate{' --quick' if quick else ''} on {cores} cores of {platform.machine()}; "
         "a device is a process.",
         "# Links are given as fast as memory; what collectives reach of it is in `measured`, by processes running at once.",
     ]

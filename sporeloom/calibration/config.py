@@ -8,6 +8,7 @@ from pathlib import Path
 
 from sporeloom.core.command_line import Overwrite, option, output
 from sporeloom.core.errors import Problems
+from sporeloom.core.files import unwritable
 from sporeloom.core.numbers import Count, number_problems
 from sporeloom.runtime.environment import devices, launched_processes
 from sporeloom.runtime.launch import too_many
@@ -36,8 +37,10 @@ def check(config: CalibrateConfig) -> CalibrateConfig:
     problems = Problems(number_problems(config))
     if config.out.suffix not in (".yaml", ".yml"):
         problems.append(f"--out {config.out}: cluster files are YAML: name it {config.out.with_suffix('.yaml')}")
-    if not config.out.resolve().parent.is_dir():
-        problems.append(f"--out {config.out}: no file can be written there; name one in a folder that exists")
+    if problem := unwritable(config.out.resolve().parent):
+        problems.append(f"--out {problem}")
+    elif config.out.is_dir():
+        problems.append(f"--out {config.out}: a folder, which no file replaces; choose another name")
     for kind, file in devices().items():
         problems.append(
             f"{file}: calibrate measures CPU processes, and {kind} is what training uses on this machine; take a built-in "

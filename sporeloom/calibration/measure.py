@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from sporeloom.calibration import graphs
 from sporeloom.calibration.cases import ITEM, WIDTH, Case, collective_cell, compute_cases
-from sporeloom.calibration.samples import COLLECTIVE, Sample
+from sporeloom.calibration.samples import COLLECTIVE, Sample, whole_rows
 from sporeloom.partition.graph import TensorType
 from sporeloom.runtime.cpu.exchange import TransportExchange
 from sporeloom.runtime.cpu.transport import Collectives, Transport
@@ -106,13 +106,14 @@ class _Communication:
             "ReduceScatter": group.reduce_scatter,
             "AlltoAll": lambda x: group.all_to_all(x, 0, 0),
         }
-        rows = elements // WIDTH // (ranks if kind == "AllGather" else 1)
-        x = np.ones((max(rows, ranks), WIDTH), np.float32)
-        whole = x.nbytes * (ranks if kind == "AllGather" else 1)
+        parts = ranks if kind == "AllGather" else 1
+        x = np.ones((whole_rows(elements // WIDTH, ranks) // parts, WIDTH), np.float32)
         cell = graphs.Repeated(collective_cell(kind, ranks), IN_GRAPH, 1)
         call = graphs.load(cell, [x] * IN_GRAPH, run[kind])
         seconds = repeated(call, _count(call, self.quick, self.transport), self.transport)
-        return Sample(group=COLLECTIVE, kind=kind, times=IN_GRAPH, num_bytes=whole, seconds=seconds, ranks=ranks)
+        return Sample(
+            group=COLLECTIVE, kind=kind, times=IN_GRAPH, num_bytes=x.nbytes * parts, seconds=seconds, ranks=ranks
+        )
 
     def _message(self, elements: int) -> Sample:
         """Half of the time in which a tensor goes to the next process and comes back, as between pipeline stages."""

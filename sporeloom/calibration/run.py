@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -29,13 +31,15 @@ def levels(config: CalibrateConfig) -> Iterator[tuple[int, Sequence[Sample]]]:
     """Numbers of processes, and the samples of so many running at once.
 
     Raises:
-        WorkerError: one failed.
+        WorkerError: one failed; the logs that it has named are kept.
     """
     for processes in config.levels:
         milestone(f"measuring {processes} processes at once" if processes > 1 else "measuring one process")
         with scratch_folder() as folder:
             file = folder / "samples.json"
             arguments = [str(file), *(["quick"] if config.quick else [])]
-            if code := launch(WORKER, arguments, processes, folder / "logs", 0, MEASURE):
+            logs = Path(tempfile.mkdtemp(prefix="sporeloom-calibrate-"))
+            if code := launch(WORKER, arguments, processes, logs, 0, MEASURE):
                 raise WorkerError(code)
+            shutil.rmtree(logs, ignore_errors=True)
             yield processes, read_samples(json.loads(file.read_text(encoding="utf-8")))

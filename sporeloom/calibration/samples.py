@@ -106,6 +106,11 @@ class MachineRates:
         return 2 * (ranks - 1) / ranks * self.collectives[RING, ranks].bytes_per_s if ranks > 1 else self.bytes_per_s
 
 
+def whole_rows(rows: int, ranks: int) -> int:
+    """The next larger number of rows of which all ranks of a collective can have as many."""
+    return -(-rows // ranks) * ranks
+
+
 def rounded(value: float) -> float:
     """Four digits, which is more than measurements agree in."""
     return float(f"{value:.4g}")
@@ -119,10 +124,11 @@ def fitted_rates(samples: Sequence[Sample], processes: int) -> MachineRates:
     """Fit the samples of a number of processes that run at once.
 
     A graph takes its call, and for each operator a launch and what the operator takes: FLOPs and bytes at a rate.
-    Operators and collectives whose time does not grow with their size, because of noise, are left out.
+    Operators and collectives whose time does not grow with their size, because of noise, are left out, and operators that
+    run along with them.
 
     Raises:
-        ConfigError: the measurements are too noisy for the rate of products or memory.
+        ConfigError: the measurements are too noisy for the rate of products, memory or, of several processes, all-reduces.
     """
     of = {group: [s for s in samples if s.group == group] for group in GROUPS}
     graph, launch = line([s.times for s in of[LAUNCH]], [s.median for s in of[LAUNCH]])
@@ -134,7 +140,9 @@ def fitted_rates(samples: Sequence[Sample], processes: int) -> MachineRates:
     operators: dict[str, Rate] = {}
     for kind in dict.fromkeys(s.kind for s in of[OPERATOR]):
         own = [s for s in of[OPERATOR] if s.kind == kind]
-        left = [alone(s) - sum(operators[k](b) for k, b in s.also.items() if k in operators) for s in own]
+        if any(s.also.keys() - operators.keys() for s in own):
+            continue  # it would have the time of what is lost in noise
+        left = [alone(s) - sum(operators[k](b) for k, b in s.also.items()) for s in own]
         _add(operators, kind, own, left)
     if REFERENCE not in operators:
         raise _noise("bandwidth of memory")
@@ -151,6 +159,8 @@ def fitted_rates(samples: Sequence[Sample], processes: int) -> MachineRates:
     for key in dict.fromkeys((s.kind, s.ranks) for s in of[COLLECTIVE]):
         own = [s for s in of[COLLECTIVE] if (s.kind, s.ranks) == key]
         _add(collectives, key, own, [(s.median - graph) / s.times if s.in_graph else s.median for s in own])
+    if processes > 1 and all(kind != RING for kind, _ in collectives):
+        raise _noise("rate of all-reduces")
     rates = flops(PRODUCT), flops(ATTENTION), bytes_per_s
     return MachineRates(processes, launch, graph, *rates, operators, collectives)
 

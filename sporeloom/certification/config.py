@@ -119,7 +119,8 @@ def check(config: CertifyConfig) -> Certification:
         raise ConfigError(f"{full.strategy.at('mesh')}: a certificate is for several devices")
     problems.of(cluster.with_running, mesh.size)
     if problem := cluster.refuses(mesh):
-        raise ConfigError(f"{full.strategy.at('mesh')}: {problem}")
+        problems.append(f"{full.strategy.at('mesh')}: {problem}")
+    problems.raise_if_any()
     size = mesh.size
     ranks = sorted({0, size // 2, size - 1})
     full = dataclasses.replace(full, ranks=ranks)

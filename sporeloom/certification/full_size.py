@@ -77,6 +77,7 @@ def custom_estimate(ranks: Sequence[dict[str, Any]], strategy: Strategy, rows: i
             cluster,
             in_float32=rank["in_float32"],
             idle=idle,
+            stage_size=strategy.mesh.stage_size,
         )
         for rank in ranks
     ]

@@ -164,16 +164,20 @@ class Cluster:
     """Rates of a machine whose processes share its cores, by their number, as `sporeloom calibrate` writes them."""
 
     def __post_init__(self) -> None:
-        if problems := list(self._level_problems()):
+        if problems := list(self._problems()):
             raise ConfigError(problems)
 
-    def _level_problems(self) -> Iterator[str]:
+    def _problems(self) -> Iterator[str]:
+        if self.reserved_gb >= self.memory_gb:
+            yield f"reserved_gb {self.reserved_gb:g} leaves nothing of memory_gb {self.memory_gb:g}; give a smaller one"
+        if self.measured and self.efficiency:
+            yield "efficiency would be ignored, as each entry of `measured` has its own; give one of the two"
         inner = self.devices_per_node
         for number, level in enumerate(self.levels):
             if level.devices <= inner or level.devices % inner:
                 yield (
-                    f"levels[{number}].devices {level.devices} is not a multiple of the {inner} devices that the level "
-                    "below it connects; list levels from the smallest to the largest"
+                    f"levels[{number}].devices {level.devices} is not a larger multiple of the {inner} devices that the "
+                    "level below it connects; list levels from the smallest to the largest"
                 )
             inner = level.devices
 
@@ -202,6 +206,11 @@ class Cluster:
         ]
         inside = Link(self.devices_per_node, self.intra_node_gb_per_s, fitted.intra_node)
         return inside, *levels, Link(math.inf, self.inter_node_gb_per_s, fitted.inter_node)
+
+    @functools.cached_property
+    def units(self) -> tuple[int, ...]:
+        """Number of devices that a server connects, and a unit of each level."""
+        return self.devices_per_node, *(level.devices for level in self.levels)
 
     def with_running(self, processes: int) -> Cluster:
         """This cluster with the rates of so many processes running at once, or of the next larger number that was measured.

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from sporeloom.planner.cluster import Cluster
-from sporeloom.planner.rates import all_reduce, float32_speed, group_bandwidth
+from sporeloom.planner.members import counterparts
+from sporeloom.planner.rates import MESSAGE_S, all_reduce, float32_speed, sent_to_all, slowest_ring
 
 HALVES = ("AllGather", "ReduceScatter")
 """Collectives that are half of an all-reduce."""
@@ -38,6 +39,7 @@ def graph_time(
     *,
     in_float32: bool,
     idle: float = 0.0,
+    stage_size: int = 0,
 ) -> GraphTime:
     """Estimate the time of a rank on `cluster`.
 
@@ -47,18 +49,21 @@ def graph_time(
         collectives: kind, bytes of the full tensor per step, and the ranks that take part.
         in_float32: products are; else in half precision.
         idle: for what share of its work a stage waits in a pipeline.
+        stage_size: ranks of a stage, which wait for the slowest of their groups; 0: for the one given.
     """
     fitted = cluster.fitted
     matmul = flops / (cluster.peak_tflops * 1e12 * fitted.matmul * (float32_speed(cluster) if in_float32 else 1.0))
     memory = 2 * passed_bytes / (cluster.memory_gb_per_s * 1e9 * fitted.memory)
-    communication = sum(_seconds(kind, size, ranks, cluster) for kind, size, ranks in collectives)
+    communication = sum(_seconds(kind, size, ranks, cluster, stage_size) for kind, size, ranks in collectives)
     return GraphTime(matmul, memory, communication, idle * (matmul + memory))
 
 
-def _seconds(kind: str, num_bytes: float, ranks: Sequence[int], cluster: Cluster) -> float:
-    bandwidth = group_bandwidth(cluster, len(ranks), ranks[1] - ranks[0])
+def _seconds(kind: str, num_bytes: float, ranks: Sequence[int], cluster: Cluster, stage_size: int) -> float:
+    groups = counterparts(cluster.units, tuple(sorted(ranks)), stage_size)
+    if kind == "AlltoAll":
+        sent = max(sent_to_all(cluster, members, num_bytes) for members in groups)
+        return sent / cluster.fitted_experts.all_to_all + (len(ranks) - 1) * MESSAGE_S
+    bandwidth = slowest_ring(cluster, groups)
     if kind in ("Send", "Receive"):
         return num_bytes / bandwidth
-    if kind == "AlltoAll":
-        return (len(ranks) - 1) / len(ranks) * num_bytes / bandwidth
     return all_reduce(num_bytes, len(ranks), bandwidth) / (2 if kind in HALVES else 1)

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from sporeloom.planner.cluster import Cluster, Link
 from sporeloom.planner.dimensions import Dimensions
+from sporeloom.planner.members import Members, every
 from sporeloom.planner.parallelism import Parallelism
 
 FLOAT32_SPEED = 0.5  # of matrix products, relative to bf16: no published run in the fit computes so
@@ -14,13 +15,8 @@ KERNEL_HEAD = 128  # fused attention kernels take as long for narrower heads
 MESSAGE_S = 2e-6  # to send one of an all-to-all's messages off, however short: published latencies of small messages
 
 
-def members_within(cluster: Cluster, size: int, stride: int) -> list[int]:
-    """Number of members of a group of every `stride`-th device that a server connects, each level, and the network."""
-    return [*(min(size, max(1, int(link.devices) // stride)) for link in cluster.links[:-1]), size]
-
-
-def ring_bandwidth(cluster: Cluster, members: Sequence[int]) -> float:
-    """Bytes/s at which a ring moves data, for one device. `members`: as of `members_within`.
+def ring_bandwidth(cluster: Cluster, members: Members) -> float:
+    """Bytes/s at which a ring moves data, for one device.
 
     Rings that leave a server share its links: of a group with k members in a server each member brings one device's link.
     The same holds for each level; one that connects no further members is not used.
@@ -33,14 +29,19 @@ def ring_bandwidth(cluster: Cluster, members: Sequence[int]) -> float:
     return rate * 1e9
 
 
-def group_bandwidth(cluster: Cluster, size: int, stride: int) -> float:
-    """Bytes/s at which a ring through every `stride`-th device moves data, for one device."""
-    return ring_bandwidth(cluster, members_within(cluster, size, stride))
+def slowest_ring(cluster: Cluster, groups: Iterable[Members]) -> float:
+    """Bytes/s at which the slowest of some rings moves data, for one device."""
+    return min(ring_bandwidth(cluster, members) for members in groups)
 
 
-def reached(cluster: Cluster, members: Sequence[int]) -> Iterator[tuple[Link, int]]:
-    """Links of each level, and how many other members of a group they are the shortest way to. `members`: as of
-    `members_within`."""
+def group_bandwidth(cluster: Cluster, size: int, stride: int, devices: int = 0) -> float:
+    """Bytes/s at which a ring through every `stride`-th device moves data, for one device: the slowest such ring in a job of
+    so many devices."""
+    return slowest_ring(cluster, every(cluster.units, size, stride, devices))
+
+
+def reached(cluster: Cluster, members: Members) -> Iterator[tuple[Link, int]]:
+    """Links of each level, and how many other members of a group they are the shortest way to."""
     for link, below, within in zip(cluster.links, [1, *members], members, strict=False):
         yield link, within - below
 
@@ -56,19 +57,27 @@ def all_reduce(num_bytes: float, size: int, bandwidth: float) -> float:
     return 2 * (size - 1) / size * num_bytes / bandwidth
 
 
-def all_to_all(num_bytes: float, size: int, stride: int, rates: Rates, copies: int = 0) -> float:
-    """Seconds in which every device sends each of `size`, every `stride`-th, its part of `num_bytes`: within a node over its
-    links, to others over the device's own, each message after the other. `copies`: of what each row is among them, of which
-    a node is sent one."""
-    members = members_within(rates.cluster, size, stride)
+def sent_to_all(cluster: Cluster, members: Members, num_bytes: float, copies: int = 0) -> float:
+    """Seconds that the links of a device take for an all-to-all, see `all_to_all`; without starting messages."""
+    size = members[-1]
     nodes, far_bytes = size / members[0], num_bytes
     if copies:
         far_bytes *= nodes * (1 - (1 - 1 / nodes) ** copies) / copies
     seconds = 0.0
-    for number, (link, others) in enumerate(reached(rates.cluster, members)):
+    for number, (link, others) in enumerate(reached(cluster, members)):
         sent = far_bytes if number else num_bytes
         seconds += others / size * sent / (link.rate() * 1e9) + others * link.latency_s
-    return seconds + (size - 1) * MESSAGE_S
+    return seconds
+
+
+def all_to_all(
+    cluster: Cluster, num_bytes: float, size: int, stride: int, *, devices: int = 0, copies: int = 0
+) -> float:
+    """Seconds in which every device sends each of `size`, every `stride`-th, its part of `num_bytes`: within a node over its
+    links, to others over the device's own, each message after the other. The slowest group of a job of so many `devices`.
+    `copies`: of what each row is among them, of which a node is sent one."""
+    groups = every(cluster.units, size, stride, devices)
+    return max(sent_to_all(cluster, members, num_bytes, copies) for members in groups) + (size - 1) * MESSAGE_S
 
 
 class Rates:
@@ -84,7 +93,7 @@ class Rates:
             self.attention_flops *= self.experts.attention
         self.bytes = cluster.memory_gb_per_s * 1e9 * fitted.memory
         self.overhead = fitted.layer_overhead_us * 1e-6
-        self.tp = group_bandwidth(cluster, job.tp, 1)
+        self.tp = group_bandwidth(cluster, job.tp, 1, job.devices)
         self.width = job.activation_bytes
         self.factor_width = 1 if job.precision == "fp8" else self.width
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from sporeloom.planner.cluster import Cluster, Overlap
 from sporeloom.planner.dimensions import Dimensions
+from sporeloom.planner.members import pairs
 from sporeloom.planner.memory import (
     MOMENTS,
     cut_parameters,
@@ -23,7 +24,7 @@ from sporeloom.planner.memory import (
     stage_parameters,
 )
 from sporeloom.planner.parallelism import Parallelism
-from sporeloom.planner.rates import KERNEL_HEAD, Rates, all_reduce, all_to_all, group_bandwidth
+from sporeloom.planner.rates import KERNEL_HEAD, Rates, all_reduce, all_to_all, group_bandwidth, slowest_ring
 from sporeloom.strategy.listed_schedule import Pass
 from sporeloom.strategy.schedule import idle_microbatches, splits_backward, times
 
@@ -143,7 +144,8 @@ def experts_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> LayerTi
         rates.width * rows * h / (parts if job.sends_once else 1)
     )  # and tensor parallel ranks gather what each got
     stride = job.cp * (job.tp if parts == job.tp else 1)  # ep is a part of dp, the outer axis
-    sent = 2 * all_to_all(num_bytes, job.ep, stride, rates, times) / fitted.all_to_all
+    once = all_to_all(rates.cluster, num_bytes, job.ep, stride, devices=job.devices, copies=times)
+    sent = 2 * once / fitted.all_to_all
     added_up = tokens if job.sends_once else rows  # a token's experts first, or what the ranks have of each row
     reduced = all_reduce(rates.width * added_up * h, parts, rates.tp) if parts > 1 else 0.0
     return LayerTime(
@@ -286,7 +288,11 @@ def _sends(dims: Dimensions, job: Parallelism, cluster: Cluster) -> float:
         return 0.0
     num_bytes = job.activation_bytes * job.microbatch * dims.seq_len / job.cp * dims.hidden_size
     num_bytes /= job.tp if job.sequence_parallel or job.scatter_gather or job.virtual_stages > 1 else 1
-    bandwidth = group_bandwidth(cluster, 2, job.tp * job.replicas)
+    apart = job.tp * job.replicas
+    # All wait for the slowest pair. But where a server has several stages, published runs were fitted with those inside it:
+    # the one pair that leaves it has the links of all of them.
+    count = apart if 2 * apart <= cluster.devices_per_node else job.devices - apart
+    bandwidth = slowest_ring(cluster, pairs(cluster.units, apart, count))
     rounds = job.num_microbatches * job.virtual_stages + job.pp - 1
     return (
         (1 if job.own_graphs else 2) * rounds * num_bytes / bandwidth
@@ -300,11 +306,12 @@ def _data_parallel(
     if job.replicas == 1:
         return 0.0, 0.0
     parameters: float = max(stage_parameters(dims, job))
-    ring = (job.replicas - 1) / job.replicas / group_bandwidth(cluster, job.replicas, job.tp)
+    ring = (job.replicas - 1) / job.replicas / group_bandwidth(cluster, job.replicas, job.tp, job.devices)
     same = max(
         1, job.replicas * job.tp // (job.ep * job.parts_of_expert)
     )  # ranks that hold the same experts, far apart
-    experts = (same - 1) / same / group_bandwidth(cluster, same, job.devices // job.pp // same)
+    apart = job.devices // job.pp // same
+    experts = (same - 1) / same / group_bandwidth(cluster, same, apart, job.devices)
     parameters += max(expert_parameters(dims, job)) * experts / ring  # as if they went the others' way
     trained = adapters or parameters
     backward = compute * 2 / 3
@@ -334,8 +341,8 @@ def _tied_words(dims: Dimensions, job: Parallelism, cluster: Cluster) -> float:
     """Seconds in which the first and the last stage add up the gradients of the words that both have."""
     if not (job.own_graphs and job.last_stage and dims.tied_embedding) or dims.value_head:
         return 0.0
-    apart = job.tp * job.replicas * job.last_stage
-    bandwidth = group_bandwidth(cluster, 2, apart if apart >= cluster.devices_per_node else 1)
+    of_stage = job.tp * job.replicas
+    bandwidth = slowest_ring(cluster, pairs(cluster.units, of_stage * job.last_stage, of_stage))
     return all_reduce(GRADIENT_BYTES * dims.vocab_size * dims.hidden_size / job.tp, 2, bandwidth)
 
 

@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 
 from sporeloom.planner.cluster import Cluster
+from sporeloom.planner.members import Members, counterparts
 from sporeloom.planner.rates import KERNEL_HEAD, MESSAGE_S, float32_speed, reached, ring_bandwidth
 
 KERNELS_OF_LAYER = 16
@@ -19,10 +19,13 @@ MISALIGNED = 12
 
 
 class DeviceModel:
-    """Costs on one device of a cluster. Each kernel also costs `launch` seconds, each call of a graph `graph` seconds."""
+    """Costs on one device of a cluster. Each kernel also costs `launch` seconds, each call of a graph `graph` seconds.
 
-    def __init__(self, cluster: Cluster):
-        fitted, self.cluster = cluster.fitted, cluster
+    `stage_size`: ranks of a pipeline stage, which wait for the slowest of their groups; 0: for the one given.
+    """
+
+    def __init__(self, cluster: Cluster, stage_size: int = 0):
+        fitted, self.cluster, self.stage_size = cluster.fitted, cluster, stage_size
         self.flops = cluster.peak_tflops * 1e12 * fitted.matmul
         self.attention_flops = cluster.peak_tflops * 1e12 * fitted.attention
         self.bytes = cluster.memory_gb_per_s * 1e9 * fitted.memory
@@ -72,8 +75,12 @@ class DeviceModel:
             return 0.0
         if line := self.collectives.get((kind, size)):
             return line.seconds(num_bytes)
-        members = self.members(ranks)
-        bandwidth = ring_bandwidth(self.cluster, members)
+        groups = counterparts(self.cluster.units, tuple(ranks), self.stage_size)
+        return max(self._between(kind, num_bytes, members) for members in groups)
+
+    def _between(self, kind: str, num_bytes: float, members: Members) -> float:
+        """Seconds of a collective whose members lie so."""
+        size, bandwidth = members[-1], ring_bandwidth(self.cluster, members)
         if kind == "Message":
             return num_bytes / bandwidth + MESSAGE_S + self._rounds_latency(members)
         if kind == "AlltoAll":
@@ -85,12 +92,7 @@ class DeviceModel:
         half = (size - 1) / size * num_bytes / bandwidth + rounds
         return half if kind in HALVES else 2 * half
 
-    def members(self, ranks: Sequence[int]) -> list[int]:
-        """The fewest members of a group that a server connects, each level, and the network."""
-        within = [min(Counter(rank // link.devices for rank in ranks).values()) for link in self.cluster.links[:-1]]
-        return [*within, len(ranks)]
-
-    def _rounds_latency(self, members: Sequence[int]) -> float:
+    def _rounds_latency(self, members: Members) -> float:
         """Seconds that messages between servers take longer in the rounds of a collective: in those that reach as far as
         each level."""
         return sum(

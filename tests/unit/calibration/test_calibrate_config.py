@@ -15,8 +15,10 @@ def refused(*flags):
 
 
 def test_all_problems_are_named_at_once(tmp_path):
-    said = refused("--out", str(tmp_path / "no/here.txt"), "--launch", "500")
-    for part in ("name it", "name one in a folder that exists", "--launch: 500 processes"):
+    file = tmp_path / "file"
+    file.write_text("", encoding="utf-8")
+    said = refused("--out", str(file / "here.txt"), "--launch", "500")
+    for part in ("name it", f"--out {file}: no file can be written there", "--launch: 500 processes"):
         assert part in said
 
 
@@ -25,6 +27,19 @@ def test_a_file_is_replaced_on_request_only(tmp_path):
     path.write_text("kept", encoding="utf-8")
     assert f"{path}" in refused("--out", str(path))
     assert check(parse_args(CalibrateConfig, "", ["--out", str(path), "--overwrite"], check)).out == path
+
+
+def test_a_folder_that_is_missing_is_made_when_the_file_is_written(tmp_path):
+    path = tmp_path / "new/here.yaml"
+    assert check(parse_args(CalibrateConfig, "", ["--out", str(path)], check)).out == path
+    assert not path.parent.exists()
+
+
+def test_what_cannot_be_written_is_refused_before_minutes_of_measurements(tmp_path):
+    assert "--out /proc: no file can be written there" in refused("--out", "/proc/here.yaml")
+    folder = tmp_path / "folder.yaml"
+    folder.mkdir()
+    assert f"--out {folder}: a folder" in refused("--out", str(folder), "--overwrite")
 
 
 def test_processes_are_started_by_the_command_itself(tmp_path, monkeypatch):

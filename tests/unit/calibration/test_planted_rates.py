@@ -4,6 +4,7 @@
 import dataclasses
 import random
 
+import numpy as np
 import pytest
 
 from sporeloom.calibration.cluster_file import as_yaml, cluster_of
@@ -20,10 +21,12 @@ from sporeloom.calibration.samples import (
     read_samples,
     summary,
     table,
+    whole_rows,
 )
 from sporeloom.core.errors import ConfigError
 from sporeloom.dry_run.time.device_model import DeviceModel
 from sporeloom.planner.cluster import read_cluster
+from sporeloom.runtime.cpu.transport import Collectives
 
 LAUNCH_S, GRAPH_S = 40e-6, 300e-6
 FLOPS, ATTENTION_FLOPS, BYTES = 30e9, 20e9, 5e9
@@ -95,6 +98,7 @@ def test_the_written_file_is_read_back_and_costs_what_was_measured(tmp_path):
     path.write_text(as_yaml(written, quick=False), encoding="utf-8")
     cluster = read_cluster(path)
     assert cluster == written
+    assert path.read_text(encoding="utf-8").startswith("# Measured by sporeloom calibrate on ")
     for processes, slowdown in {1: 1, 2: 2}.items():
         device = DeviceModel(cluster.with_running(processes))
         assert device.launch == pytest.approx(slowdown * LAUNCH_S, rel=1e-3)
@@ -129,16 +133,54 @@ def with_flat(samples, *kinds):
 
 
 def test_what_is_lost_in_noise_is_left_out_by_name_or_refused():
-    samples = with_flat(planted(), "GeLU", "AllReduce")
+    samples = with_flat(planted(), "GeLUGrad", "Message")
     found = fitted_rates(samples, 4)
-    assert "GeLU" not in found.operators
-    assert "left out, lost in noise: GeLU" in summary(found, samples)
-    assert "left out, lost in noise: AllReduce of 4" in summary(found, samples)
+    assert found.operators.keys() == {REFERENCE, "GeLU"}
+    assert "left out, lost in noise: GeLUGrad" in summary(found, samples)
+    assert "left out, lost in noise: Message of 4" in summary(found, samples)
     with pytest.raises(ConfigError, match=r"bandwidth of memory: .* run calibrate again while the machine is idle"):
         fitted_rates(with_flat(planted(), REFERENCE), 4)
     falling = [dataclasses.replace(s, seconds=[1e-9]) if s.group == PRODUCT else s for s in planted()]
     with pytest.raises(ConfigError, match="rate of product"):
         fitted_rates(falling, 4)
+
+
+def test_a_gradient_is_left_out_with_the_operator_that_runs_along_with_it():
+    samples = with_flat(planted(), "GeLU")
+    found = fitted_rates(samples, 4)
+    assert found.operators.keys() == {REFERENCE}
+    for kind in ("GeLU", "GeLUGrad"):
+        assert f"left out, lost in noise: {kind}" in summary(found, samples)
+
+
+def test_links_never_get_the_rate_of_memory_because_all_reduces_are_lost_in_noise():
+    with pytest.raises(ConfigError, match="rate of all-reduces: times did not grow"):
+        fitted_rates(with_flat(planted(), "AllReduce"), 4)
+    some = [s for s in planted(0.0) if (s.kind, s.ranks) != ("AllReduce", 4)]
+    assert fitted_rates(some, 4).ring_bytes_per_s == pytest.approx(RING[2][1])
+
+
+class Alone(Collectives):
+    """A rank to which the others send what it sends to itself."""
+
+    def __init__(self, ranks):
+        self.group = list(range(ranks))
+
+    def exchange(self, parts, phase=""):
+        assert len({part.shape for part in parts}) == 1
+        return list(parts)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 6, 7, 12, 32])
+def test_tensors_of_collectives_have_equal_parts_for_any_number_of_ranks(ranks):
+    for asked in (16, 256, 1024, 4096):
+        rows = whole_rows(asked, ranks)
+        assert asked <= rows < asked + ranks
+        assert rows == asked or ranks not in (2, 4)
+        x = np.ones((rows, 1), np.float32)
+        assert Alone(ranks).reduce_scatter(x).shape == (rows // ranks, 1)
+        assert Alone(ranks).all_to_all(x, 0, 0).shape == x.shape
+        assert Alone(ranks).all_gather(x[: rows // ranks]).shape == x.shape
 
 
 def test_samples_survive_json_and_the_table_shows_each():

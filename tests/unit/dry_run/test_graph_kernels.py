@@ -18,6 +18,7 @@ CLUSTER = Cluster(
     chip="ascend910b",
     peak_tflops=1,
     memory_gb=1,
+    reserved_gb=0.5,
     memory_gb_per_s=1,
     devices_per_node=2,
     intra_node_gb_per_s=0.5,

@@ -12,7 +12,7 @@ from sporeloom.planner.dimensions import of_decoder
 from sporeloom.planner.memory import expert_parameters, expert_shards, stage_parameters
 from sporeloom.planner.parallelism import Parallelism
 from sporeloom.planner.published_experts import describe_experts, is_of_experts, read_expert_rows
-from sporeloom.planner.rates import Rates, all_to_all
+from sporeloom.planner.rates import all_to_all
 from sporeloom.planner.search import PlanRequest, search
 from sporeloom.planner.step_time import step_time
 from sporeloom.planner.validate import validate
@@ -39,11 +39,11 @@ def test_optimizer_parallel_cuts_experts_over_those_that_hold_the_same():
 
 
 def test_rows_that_leave_the_node_take_longest_and_are_sent_once_where_that_is_known():
-    rates = Rates(pro_moe(), Parallelism(ep=32), Cluster.of_chip("h100"))
-    near, far = all_to_all(1e9, 8, 1, rates), all_to_all(1e9, 32, 1, rates)
+    cluster = Cluster.of_chip("h100")
+    near, far = all_to_all(cluster, 1e9, 8, 1), all_to_all(cluster, 1e9, 32, 1)
     assert far > 5 * near
-    assert near < all_to_all(1e9, 32, 1, rates, copies=8) < far
-    assert all_to_all(1e9, 1, 1, rates) == 0
+    assert near < all_to_all(cluster, 1e9, 32, 1, copies=8) < far
+    assert all_to_all(cluster, 1e9, 1, 1) == 0
 
 
 def test_pangu_pro_moe_gains_as_published_by_its_other_layout():

@@ -2,7 +2,6 @@
 """Levels between servers and the network: which of them a group spans, and the bandwidth that it has there."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 from conftest import CONFIGS
@@ -12,7 +11,8 @@ from sporeloom.dry_run.time.device_model import DeviceModel
 from sporeloom.planner.cluster import Cluster, Efficiency, Level, read_cluster
 from sporeloom.planner.errors import NoInterval, time_interval
 from sporeloom.planner.graph_time import graph_time
-from sporeloom.planner.rates import MESSAGE_S, all_to_all, group_bandwidth, members_within
+from sporeloom.planner.members import counterparts, every
+from sporeloom.planner.rates import MESSAGE_S, all_to_all, group_bandwidth
 from sporeloom.planner.search import PlanRequest, search
 
 SERVER, RACK = 4, 16
@@ -49,10 +49,10 @@ def seconds_of(cluster, kind, num_bytes, ranks):
     ],
 )
 def test_a_ring_has_the_slowest_of_the_links_that_it_crosses(size, stride, members, bandwidth):
-    assert members_within(RACKS, size, stride) == members
+    assert every(RACKS.units, size, stride, 0) == {tuple(members)}
     assert group_bandwidth(RACKS, size, stride) == pytest.approx(bandwidth * 1e9)
     ranks = range(0, size * stride, stride)
-    assert DeviceModel(RACKS).members(ranks) == members
+    assert counterparts(RACKS.units, tuple(ranks), 0) == {tuple(members)}
     rounds = (size - 1).bit_length() * MESSAGE_S
     gathered = (size - 1) / size * 1e9 / (bandwidth * 1e9) + rounds
     assert seconds_of(RACKS, "AllGather", 1e9, ranks) == pytest.approx(gathered)
@@ -64,7 +64,7 @@ def test_a_ring_has_the_slowest_of_the_links_that_it_crosses(size, stride, membe
 def test_an_all_to_all_sends_each_part_over_the_smallest_level_that_connects_both():
     near, rack, far = 3 / INTRA, 12 / RACK_GB, 16 / INTER
     sent = (near + rack + far) / 32 + 31 * MESSAGE_S
-    assert all_to_all(1e9, 32, 1, SimpleNamespace(cluster=RACKS)) == pytest.approx(sent)
+    assert all_to_all(RACKS, 1e9, 32, 1) == pytest.approx(sent)
     efficiency = RACKS.fitted_experts.all_to_all
     simulated = (near + rack + far) / 32 / efficiency + 31 * MESSAGE_S
     assert seconds_of(RACKS, "AlltoAll", 1e9, range(32)) == pytest.approx(simulated)
@@ -74,7 +74,7 @@ def test_a_row_is_sent_to_a_server_once_whatever_the_level():
     copies, servers = 4, 8
     once = servers * (1 - (1 - 1 / servers) ** copies) / copies
     sent = (3 / INTRA + once * (12 / RACK_GB + 16 / INTER)) / 32 + 31 * MESSAGE_S
-    assert all_to_all(1e9, 32, 1, SimpleNamespace(cluster=RACKS), copies) == pytest.approx(sent)
+    assert all_to_all(RACKS, 1e9, 32, 1, copies=copies) == pytest.approx(sent)
 
 
 def test_oversubscription_divides_what_a_level_carries():
@@ -101,14 +101,13 @@ def test_latency_is_added_once_a_message_that_passes_the_level():
     assert more("Message", (0, 4)) == pytest.approx(5)
     assert more("Message", (0, 16)) == pytest.approx(0)  # over the network, whose latency is that of any message
     assert more("AlltoAll", range(16)) == pytest.approx(12 * 5 / slow.fitted_experts.all_to_all)
-    racks, slower = SimpleNamespace(cluster=RACKS), SimpleNamespace(cluster=slow)
-    assert (all_to_all(1e6, 16, 1, slower) - all_to_all(1e6, 16, 1, racks)) * 1e6 == pytest.approx(12 * 5)
+    assert (all_to_all(slow, 1e6, 16, 1) - all_to_all(RACKS, 1e6, 16, 1)) * 1e6 == pytest.approx(12 * 5)
 
 
 def test_levels_nest_and_a_group_crosses_each():
     both = dataclasses.replace(RACKS, levels=[*RACKS.levels, Level(devices=64, gb_per_s=20, links="network")])
     row = 20 * 0.25
-    assert members_within(both, 128, 1) == [4, 16, 64, 128]
+    assert every(both.units, 128, 1, 0) == {(4, 16, 64, 128)}
     assert group_bandwidth(both, 4, 16) == pytest.approx(row * 1e9)
     assert group_bandwidth(both, 8, 8) == pytest.approx(min(RACK_GB, 2 * row) * 1e9)
 
@@ -126,11 +125,11 @@ def test_a_level_as_slow_as_the_network_changes_nothing():
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("levels: [{devices: 12, gb_per_s: 60}]", "levels[0].devices 12 is not a multiple of the 8 devices"),
-        ("levels: [{devices: 8, gb_per_s: 60}]", "levels[0].devices 8 is not a multiple of the 8 devices"),
+        ("levels: [{devices: 12, gb_per_s: 60}]", "levels[0].devices 12 is not a larger multiple of the 8 devices"),
+        ("levels: [{devices: 8, gb_per_s: 60}]", "levels[0].devices 8 is not a larger multiple of the 8 devices"),
         (
             "levels: [{devices: 64, gb_per_s: 60}, {devices: 32, gb_per_s: 20}]",
-            "levels[1].devices 32 is not a multiple of the 64 devices",
+            "levels[1].devices 32 is not a larger multiple of the 64 devices",
         ),
         ("levels: [{devices: 64}]", "gb_per_s missing"),
         ("levels: [{devices: 64, gb_per_s: 60, oversubscription: 0.5}]", "oversubscription must be at least 1"),
@@ -155,7 +154,8 @@ def test_the_super_node_connects_two_dies_of_384_chips():
 def test_a_rack_of_gb200_connects_72_devices_of_18_servers():
     cluster = read_cluster(CONFIGS / "clusters/gb200_nvl72.yaml")
     flat = Cluster.of_chip("gb200")
-    assert members_within(cluster, 64, 4) == [1, 18, 64]
+    assert every(cluster.units, 18, 4, 72) == {(1, 18, 18)}
+    assert every(cluster.units, 64, 4, 256) == {(1, 10, 64)}  # 18, 18, 18 and the rest
     for size, stride in ((4, 1), (64, 1), (16, 4), (2, 64)):
         assert group_bandwidth(cluster, size, stride) == group_bandwidth(flat, size, stride)
 

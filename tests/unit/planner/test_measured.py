@@ -51,6 +51,17 @@ def test_a_measured_file_is_complete_and_its_numbers_are_checked(tmp_path):
         read(tmp_path, SHEET)
 
 
+def test_efficiencies_beside_measured_ones_are_refused(tmp_path):
+    fitted = "efficiency: {matmul: 0.5, attention: 1, memory: 1, intra_node: 1, inter_node: 1, layer_overhead_us: 0}\n"
+    with pytest.raises(ConfigError, match="efficiency would be ignored"):
+        read(tmp_path, SHEET + fitted + "measured:\n" + LEVEL.format(1, 1.0))
+
+
+def test_a_reservation_of_all_memory_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="reserved_gb 8 leaves nothing of memory_gb 4"):
+        read(tmp_path, "chip: h100\nmemory_gb: 4\nreserved_gb: 8\n")
+
+
 def test_without_measured_fields_nothing_changes():
     cluster = read_cluster(Path("ascend910b"))
     assert cluster.with_running(4096) is cluster

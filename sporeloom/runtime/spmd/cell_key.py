@@ -33,7 +33,7 @@ OF_GRAPHS = frozenset(
         *("_jit_config_dict", "_amp_level", "mixed_precision_type", "_bprop_debug", "cell_type", "grad_ops_label"),
     }
 )
-"""The ones that change the graph."""
+"""The ones that change the graph, and hooks where there are any."""
 LEFT_BY_COMPILATION = frozenset({"current_phase", "__parse_method__", "path"})
 """Attributes of Cells and operators that have been compiled; they may be compiled for other shapes afterwards."""
 SIMPLE = (type(None), bool, int, float, complex, str, bytes)
@@ -131,7 +131,7 @@ class _Walk:
             attributes = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         elif isinstance(value, nn.Cell):
             hidden = (BARE - OF_GRAPHS) | LEFT_BY_COMPILATION
-            attributes = {name: at for name, at in vars(value).items() if name not in hidden}
+            attributes = {n: at for n, at in vars(value).items() if n not in hidden or ("hook" in n and at)}
         elif hasattr(value, "__dict__"):
             attributes = vars(value)
         else:

@@ -103,6 +103,9 @@ class Users(nn.Cell):
 def test_what_holds_something_of_a_users_has_no_key():
     assert cell_key(nn.SequentialCell([nn.ReLU()])) is not None
     assert cell_key(nn.SequentialCell([nn.ReLU(), Users()])) is None
+    hooked = nn.ReLU()
+    hooked.register_backward_hook(lambda cell, taken, given: taken)
+    assert cell_key(hooked) is None
     for value in (lambda x: x, [].append, {}.get, partial({}.get, 1), range(3), object()):
         assert holding(value) is None
 

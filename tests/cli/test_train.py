@@ -243,7 +243,7 @@ def test_a_rule_that_matches_nothing_is_named_with_its_line(tmp_path, write):
     assert not (tmp_path / "out" / "checkpoint").exists()
 
 
-def test_msrun_with_another_number_of_processes_fails_at_once_on_every_rank(tmp_path):
+def test_msrun_with_another_number_of_processes_fails_and_says_why(tmp_path):
     outcome = msrun(
         2,
         tmp_path / "logs",
@@ -256,7 +256,9 @@ def test_msrun_with_another_number_of_processes_fails_at_once_on_every_rank(tmp_
         timeout=60,
     )
     assert outcome.code != 0
-    for log in outcome.logs.values():
+    said = [log for log in outcome.logs.values() if log]  # msrun ends a rank that has not said it yet
+    assert said
+    for log in said:
         assert "4 processes, but 2 processes were launched" in log
         assert "Traceback" not in log
     assert not (tmp_path / "out").exists()

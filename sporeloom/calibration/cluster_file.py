@@ -24,8 +24,9 @@ def cluster_of(levels: Sequence[MachineRates]) -> Cluster:
     Args:
         levels: by number of processes, the smallest first.
     """
-    alone, all_of_them = levels[0], levels[-1]
-    memory = (free_memory_gb() or 1.0) * GIGA / 2**30 / all_of_them.processes
+    alone, all_of_them, free_gb = levels[0], levels[-1], free_memory_gb()
+    assert free_gb is not None  # checked before anything is measured
+    memory = free_gb * GIGA / 2**30 / all_of_them.processes
     return Cluster(
         chip=CHIP,
         peak_tflops=rounded(alone.flops / 1e12),

@@ -11,7 +11,7 @@ from sporeloom.core.errors import Problems
 from sporeloom.core.files import unwritable
 from sporeloom.core.numbers import Count, number_problems
 from sporeloom.runtime.environment import devices, launched_processes
-from sporeloom.runtime.launch import too_many
+from sporeloom.runtime.launch import free_memory_gb, too_many
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +45,10 @@ def check(config: CalibrateConfig) -> CalibrateConfig:
         problems.append(
             f"{file}: calibrate measures CPU processes, and {kind} is what training uses on this machine; take a built-in "
             "cluster, or write what you measure into the `efficiency` of a cluster file"
+        )
+    if free_memory_gb() is None:
+        problems.append(
+            "/proc/meminfo: does not say how much memory is free, which a cluster file must; calibrate on Linux"
         )
     if launched_processes() > 1:
         problems.append("calibrate starts its processes itself: give it --launch N in place of msrun")

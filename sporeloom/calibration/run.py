@@ -38,8 +38,12 @@ def levels(config: CalibrateConfig) -> Iterator[tuple[int, Sequence[Sample]]]:
         with scratch_folder() as folder:
             file = folder / "samples.json"
             arguments = [str(file), *(["quick"] if config.quick else [])]
-            logs = Path(tempfile.mkdtemp(prefix="sporeloom-calibrate-"))
-            if code := launch(WORKER, arguments, processes, logs, 0, MEASURE):
+            logs, code = Path(tempfile.mkdtemp(prefix="sporeloom-calibrate-")), 0
+            try:
+                code = launch(WORKER, arguments, processes, logs, 0, MEASURE)
+            finally:
+                if not code:  # interrupted, or all is well
+                    shutil.rmtree(logs, ignore_errors=True)
+            if code:
                 raise WorkerError(code)
-            shutil.rmtree(logs, ignore_errors=True)
             yield processes, read_samples(json.loads(file.read_text(encoding="utf-8")))

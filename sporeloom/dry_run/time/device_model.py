@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from sporeloom.planner.cluster import Cluster
 from sporeloom.planner.members import Members, counterparts
-from sporeloom.planner.rates import KERNEL_HEAD, MESSAGE_S, float32_speed, reached, ring_bandwidth
+from sporeloom.planner.rates import KERNEL_HEAD, MESSAGE_S, float32_speed, ring_bandwidth, sent_to_all
 
 KERNELS_OF_LAYER = 16
 """Kernels of a dense layer's forward pass after fusion: the fit counts launches and gaps by layer."""
@@ -84,9 +84,7 @@ class DeviceModel:
         if kind == "Message":
             return num_bytes / bandwidth + MESSAGE_S + self._rounds_latency(members)
         if kind == "AlltoAll":
-            part, seconds = num_bytes / size, 0.0
-            for link, others in reached(self.cluster, members):
-                seconds += others * part / (link.rate() * 1e9) + others * link.latency_s
+            seconds = sent_to_all(self.cluster, members, num_bytes)
             return seconds / self.cluster.fitted_experts.all_to_all + (size - 1) * MESSAGE_S
         rounds = math.ceil(math.log2(size)) * MESSAGE_S + self._rounds_latency(members)
         half = (size - 1) / size * num_bytes / bandwidth + rounds

@@ -102,45 +102,48 @@ def test_why_a_message_ends(service):
         assert (told["stop_reason"], told["stop_sequence"]) == expected
 
 
+MESSAGES = [
+    {"role": "user", "content": [{"type": "text", "text": "where "}, {"type": "text", "text": "is it"}]},
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "thinking", "thinking": "hm", "signature": ""},
+            {"type": "text", "text": "wait"},
+            {"type": "tool_use", "id": "c1", "name": "look", "input": {"at": "mill"}},
+            {"type": "tool_use", "id": "c2", "name": "look", "input": {"at": "pond"}},
+        ],
+    },
+    {
+        "role": "user",
+        "content": [
+            {"type": "tool_result", "tool_use_id": "c1", "content": "a mill"},
+            {"type": "tool_result", "tool_use_id": "c2", "content": [{"type": "text", "text": "a pond"}]},
+            {"type": "text", "text": "so?"},
+        ],
+    },
+]
+CALLED = [
+    {"id": name, "type": "function", "function": {"name": "look", "arguments": json.dumps({"at": at})}}
+    for name, at in (("c1", "mill"), ("c2", "pond"))
+]
+CHAT = [
+    {"role": "system", "content": "be kind"},
+    {"role": "user", "content": "where is it"},
+    {"role": "assistant", "content": "wait", "reasoning_content": "hm", "tool_calls": CALLED},
+    {"role": "tool", "tool_call_id": "c1", "content": "a mill"},
+    {"role": "tool", "tool_call_id": "c2", "content": "a pond"},
+    {"role": "user", "content": "so?"},
+]
+"""The same conversation in the form of /v1/chat/completions."""
+
+
 def test_a_request_is_the_chat_request_that_says_the_same(service):
-    messages = [
-        {"role": "user", "content": [{"type": "text", "text": "where "}, {"type": "text", "text": "is it"}]},
-        {
-            "role": "assistant",
-            "content": [
-                {"type": "thinking", "thinking": "hm", "signature": ""},
-                {"type": "text", "text": "wait"},
-                {"type": "tool_use", "id": "c1", "name": "look", "input": {"at": "mill"}},
-                {"type": "tool_use", "id": "c2", "name": "look", "input": {"at": "pond"}},
-            ],
-        },
-        {
-            "role": "user",
-            "content": [
-                {"type": "tool_result", "tool_use_id": "c1", "content": "a mill"},
-                {"type": "tool_result", "tool_use_id": "c2", "content": [{"type": "text", "text": "a pond"}]},
-                {"type": "text", "text": "so?"},
-            ],
-        },
-    ]
-    called = [
-        {"id": name, "type": "function", "function": {"name": "look", "arguments": json.dumps({"at": at})}}
-        for name, at in (("c1", "mill"), ("c2", "pond"))
-    ]
-    chat = [
-        {"role": "system", "content": "be kind"},
-        {"role": "user", "content": "where is it"},
-        {"role": "assistant", "content": "wait", "reasoning_content": "hm", "tool_calls": called},
-        {"role": "tool", "tool_call_id": "c1", "content": "a mill"},
-        {"role": "tool", "tool_call_id": "c2", "content": "a pond"},
-        {"role": "user", "content": "so?"},
-    ]
     both = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "seed": 3, "max_tokens": 50}
     system = [{"type": "text", "text": "be ", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "kind"}]
     told = post(
         service,
         system=system,
-        messages=messages,
+        messages=MESSAGES,
         tools=[TOOL],
         tool_choice={"type": "any", "disable_parallel_tool_use": True},
         thinking={"type": "enabled", "budget_tokens": 9},
@@ -151,7 +154,7 @@ def test_a_request_is_the_chat_request_that_says_the_same(service):
     theirs = post(
         service,
         "/v1/chat/completions",
-        messages=chat,
+        messages=CHAT,
         tools=[{"type": "function", "function": function}],
         tool_choice="required",
         parallel_tool_calls=False,

@@ -22,7 +22,7 @@ ONE_DEVICE = "mesh: {dp: 1}\n"
 MODELS = {
     # name: fields that differ from the built-in tiny model (1M parameters)
     "1M": {},
-    "7M": {"hidden_size": 320, "num_heads": 5, "num_layers": 4},
+    "7M": {"hidden_size": 320, "num_heads": 10, "num_layers": 4},
     "25M": {"hidden_size": 512, "num_heads": 8, "num_layers": 6},
 }
 JOBS = [

@@ -17,6 +17,7 @@ SUPPORTED_VERSIONS = ("2.9", "2.10")
 try:
     from mindspore._c_expression.typing import type_to_type_id
     from mindspore.common.dtype import _dtype_to_nptype as numpy_type
+    from mindspore.graph import api as graph_api  # whose collections of garbage `without_collection` leaves out
     from mindspore.graph._parse import compile_config
     from mindspore.graph.api import _cell_graph_executor as cell_graph_executor
     from mindspore.ops.operations._pyfunc_registry import add_pyfunc
@@ -52,6 +53,7 @@ __all__ = [
     "auto_parallel_context",
     "cell_graph_executor",
     "compile_config",
+    "graph_api",
     "mind_ir",
     "node_strategy",
     "numpy_type",

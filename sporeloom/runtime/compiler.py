@@ -6,8 +6,9 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterator
+from types import SimpleNamespace
 
-from sporeloom.mindspore_compat.names import compile_config
+from sporeloom.mindspore_compat.names import compile_config, graph_api
 
 FASTER = {"GREED_PARSE": "1", "COMPILE_DEBUG_MODE": "release"}
 """Switches of MindSpore's compiler; versions without one of them compile slower."""
@@ -30,14 +31,14 @@ def faster_compilation() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
-    """Disable garbage collection while many small objects without reference cycles are created. MindSpore also collects
-    before every compilation: objects that exist already are exempt."""
-    collects = gc.isenabled()
+    """Disable garbage collection while many small objects without reference cycles are created, and MindSpore's own before
+    every compilation, which visits all objects of the process."""
+    collects, collector = gc.isenabled(), graph_api.gc
     gc.disable()
-    gc.freeze()
+    graph_api.gc = SimpleNamespace(collect=lambda: 0)
     try:
         yield
     finally:
-        gc.unfreeze()
+        graph_api.gc = collector
         if collects:
             gc.enable()

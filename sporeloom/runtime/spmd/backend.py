@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
@@ -78,6 +79,7 @@ class ProgramBackend(Backend, ABC):
         described = describe_inputs(inputs)
         key = (id(cell), cell.training, str(described))
         if key not in self.programs:
+            gc.collect()  # networks lie in cycles, and those of earlier calls hold much memory
             with without_collection():
                 self.programs[key] = self._compiled(cell, described)
         return self.programs[key]

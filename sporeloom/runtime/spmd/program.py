@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.scratch import scratch_folder
+from sporeloom.runtime.compiler import without_collection
 from sporeloom.runtime.spmd.rank_graph import RankGraph
 from sporeloom.strategy.tensor_slice import TensorSlice
 
@@ -71,7 +72,8 @@ class LoadedProgram:
         """Let MindSpore select the kernels; otherwise the first `run` does so."""
         self.cell.phase = "graph_load_from_mindir"  # as GraphCell.__call__ sets it
         self.cell._add_attr("graph_load_from_mindir", self.cell.graph)
-        self.cell.compile(*inputs)
+        with without_collection():
+            self.cell.compile(*inputs)
 
     def run(self, inputs: Sequence[Tensor]) -> Any:
         for parameter, owner in self._pairs:

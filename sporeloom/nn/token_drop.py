@@ -32,6 +32,16 @@ class KeptMask(Mask):
 class TokenDrop(nn.Cell):
     """Selects the inputs of one layer, by the `number`-th of `count` draws, and merges its outputs.
 
+        a sequence of T = 4 tokens, of which the layer sees K = 2: b and d
+
+        x       (T,)      a b c d
+        places  (K,)      1 3              the tokens that are kept
+        input   (K,)      b d
+        y       (K,)      b' d'            the output of the layer
+        joined  (K + T,)  b' d' a b c d
+        back    (T,)      2 0 4 1          where each token is among these
+        result  (T,)      a b' c d'
+
     `kept`: places (B, count*K) and ways back (B, count*T) as `draw_kept` gives them, and positions (B, T).
     """
 
@@ -52,22 +62,24 @@ class TokenDrop(nn.Cell):
         """x (B*T, D) -> those that are kept (B*K, D), with their bias, angles and keys of dropout."""
         places, _, positions = kept
         batch, length = positions.shape
-        width = places.shape[1] // self.count
-        mine = self.cut_places(places, (0, self.number * width), (batch, (self.number + 1) * width), (1, 1))
-        x = self.pick(self.by_sequence(x, (batch, length, self.hidden_size)), mine, 1)  # (B, K, D)
-        positions = self.pick_position(positions, mine, 1)
+        width = places.shape[1] // self.count  # K
+        mine = self.cut_places(places, (0, self.number * width), (batch, (self.number + 1) * width), (1, 1))  # (B, K)
+        x = self.by_sequence(x, (batch, length, self.hidden_size))  # (B*T, D) -> (B, T, D)
+        x = self.pick(x, mine, 1)  # (B, K, D)
+        positions = self.pick_position(positions, mine, 1)  # (B, T) -> (B, K)
         angles = self.angles(positions) if self.has_rotary else None
-        keys = None if dropout_keys is None else self.pick_key(dropout_keys, mine, 1)
+        keys = None if dropout_keys is None else self.pick_key(dropout_keys, mine, 1)  # (B, T) -> (B, K)
         return self.rows(x, (-1, self.hidden_size)), self.kept_mask(mine, positions), angles, keys
 
     def joined(self, y, x, kept):
         """y (B*K, D), the output of the layer, and x (B*T, D), its input -> (B*T, D)."""
         _, back, positions = kept
         batch, length = positions.shape
-        mine = self.cut_back(back, (0, self.number * length), (batch, (self.number + 1) * length), (1, 1))
-        y = self.kept_by_sequence(y, (batch, -1, self.hidden_size))
-        x = self.all_by_sequence(x, (batch, length, self.hidden_size))
-        return self.all_rows(self.put_back(self.join((y, x)), mine, 1), (-1, self.hidden_size))
+        mine = self.cut_back(back, (0, self.number * length), (batch, (self.number + 1) * length), (1, 1))  # (B, T)
+        y = self.kept_by_sequence(y, (batch, -1, self.hidden_size))  # (B*K, D) -> (B, K, D)
+        x = self.all_by_sequence(x, (batch, length, self.hidden_size))  # (B*T, D) -> (B, T, D)
+        y = self.put_back(self.join((y, x)), mine, 1)  # (B, K + T, D) -> (B, T, D)
+        return self.all_rows(y, (-1, self.hidden_size))
 
 
 def attach_token_drop(model: nn.Cell, layers: Sequence[int]) -> None:

@@ -23,7 +23,7 @@ from sporeloom.core.files import remove, write_text_atomically
 from sporeloom.core.json_text import json_text
 from sporeloom.core.log import counted, milestone
 from sporeloom.core.scratch import scratch_folder
-from sporeloom.runtime.launch import SPORELOOM, Ended, Jobs, run_job, too_many
+from sporeloom.runtime.launch import SPORELOOM, STOPPED, Ended, Jobs, run_job, too_many
 from sporeloom.strategy.config import Strategy
 from sporeloom.strategy.loader import load_strategy
 from sporeloom.strategy.mesh import Mesh
@@ -122,8 +122,10 @@ class Elastic:
             found = self.strategy(self.devices.number)
             if found is None:
                 if not self.wait_for_devices():
-                    return 1
+                    return STOPPED if self.is_stopped else 1
                 continue
+            if self.is_stopped:  # between two starts
+                return STOPPED
             ended = self.start(*found)
             code = self.code_after(ended)
             if code is not None:
@@ -276,6 +278,10 @@ def run_elastic(words: Sequence[str], run: Run, loads: str) -> int:
     for path in config.elastic_strategies:
         if strategy := problems.of(load_strategy, path):
             problems += problems_of_strategy(run, strategy)
+            if strategy.mesh.size >= run.strategy.mesh.size:
+                problems.append(
+                    f"--elastic-strategies {path}: {strategy.mesh} are not fewer devices than {run.strategy.mesh}"
+                )
     if config.min_devices > run.strategy.mesh.size:
         problems.append(f"--min-devices {config.min_devices} is more than {run.strategy.mesh}")
     keeps = config.memory_save_every and not config.launch_command
@@ -322,4 +328,4 @@ def _last_step(metrics: Path) -> int:
 
 
 def _name_of(status: int) -> str:
-    return signal.Signals(-status).name if -status in iter(signal.Signals) else f"exit code {status}"
+    return signal.Signals(-status).name if status < 0 else "gone"

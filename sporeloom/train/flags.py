@@ -330,6 +330,8 @@ class ElasticFlags:
             yield f"--certificate {given.certificate}: it covers one strategy, not those of an elastic run; leave either out"
         if not (self.memory_save_every or given.save_every or given.save_minutes):
             yield "--memory-save-every 0: a lost rank would cost all steps; give --save-every or --save-minutes, too"
+        if self.launch_command is not None and "{devices}" not in self.launch_command:
+            yield f"--launch-command {self.launch_command!r}: write {{devices}} where the number of processes belongs"
         if self.launch_command is not None and not (given.save_every or given.save_minutes):
             yield (
                 "--launch-command: its processes may not share this machine's memory, so their states are on disk alone; "

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kill random ranks of elastic runs at random moments: python benchmarks/elastic.py [--kills 100] [--minutes 15]
 
-Writes results/elastic.md. Each run trains on 4 CPU processes while a random rank is killed by SIGKILL again and again: while
-the processes start, or after a random number of steps, by a seed. Most times the lost devices come back a random time later. A run
-passes if it ends by itself, if its metrics have each step once, if no state stays in memory, and if the loss of each step is
-that of one device within 1e-5.
+Writes results/elastic.md. Each run trains on 4 CPU processes while a random rank is killed by SIGKILL again and again:
+while the processes start, or after a random number of steps, by a seed. Most times the lost devices come back a random time
+later. A run passes if it ends by itself, if its metrics have each step once, if no state stays in memory, and if the loss
+of each step is that of one device within 1e-5.
 """
 
 import argparse

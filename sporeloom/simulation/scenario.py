@@ -51,7 +51,7 @@ class Fault:
         if sum(kind is not None for kind in kinds) != 1:
             raise ConfigError(f"faults: at {self.at_s:g} s: give one of kill, devices, slow_rank and slow_link")
         is_slow = self.slow_rank is not None or self.slow_link is not None
-        if is_slow != (self.delay_s is not None and self.until_s is not None):
+        if [is_slow] * 2 != [self.delay_s is not None, self.until_s is not None]:
             raise ConfigError(f"faults: at {self.at_s:g} s: delay_s and until_s belong to slow_rank and slow_link")
         if (self.slow_link is not None) != (self.messages is not None):
             raise ConfigError(f"faults: at {self.at_s:g} s: give `messages` with slow_link, and only there")

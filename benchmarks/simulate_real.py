@@ -54,8 +54,8 @@ def lines(path):
 
 
 def run_for_real(folder, scenario):
-    """Run a scenario. Returns, with their times since the first step began: the events of the launcher, the steps whose metrics
-    were seen, and the faults."""
+    """Run a scenario. Returns, with their times since the first step began: the events of the launcher, the steps whose
+    metrics were seen, and the faults."""
     out, plan, devices = folder / "out", folder / "plan.json", folder / "devices"
     (folder / "model.json").write_text(json.dumps(MODEL))
     plan.write_text(json.dumps({"base_s": BASE_S, "faults": []}))

@@ -2,8 +2,8 @@
 """Delays in the ranks of benchmarks/simulate_real.py, whose processes have this folder in PYTHONPATH.
 
 INJECTED names a JSON file, which is read again before each step: `base_s`, seconds that each rank sleeps in a step, as a
-device would compute; and `faults`, each with `from` and `until` (seconds since 1970), `delay_s`, and the `rank` whose steps or
-the `link` (two ranks) whose messages are slow. The number of messages of a step to each rank goes to INJECTED.RANK.
+device would compute; and `faults`, each with `from` and `until` (seconds since 1970), `delay_s`, and the `rank` whose steps
+or the `link` (two ranks) whose messages are slow. The number of messages of a step to each rank goes to INJECTED.RANK.
 """
 
 import importlib.abc

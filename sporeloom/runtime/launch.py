@@ -250,7 +250,9 @@ class Jobs:
     def __enter__(self) -> Jobs:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind and self._process and not self.has_ended():
+            self._process.kill()  # its workers end with it
         self.close()
 
 

@@ -30,6 +30,7 @@ if __name__ == "__main__":  # Python looks in this folder first, whose modules h
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from sporeloom.core.files import write_text_atomically
+from sporeloom.core.json_text import json_text
 from sporeloom.core.processes import end_with_parent
 from sporeloom.runtime.environment import prepare_environment
 
@@ -112,7 +113,7 @@ def watch(workers: dict[int, int], record: Path | None) -> int:
         os.waitpid(worker, 0)
     signal.signal(signal.SIGTERM, before)
     if record:
-        write_text_atomically(record, json.dumps({"code": code, "ends": ends}))
+        write_text_atomically(record, json_text({"code": code, "ends": ends}))
     if code > 128:
         sys.exit(code)
     return code

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from sporeloom.core.errors import EXIT_BAD_INPUT, ConfigError, silence
+from sporeloom.core.json_text import json_text
 from sporeloom.core.lines import split_lines
 from sporeloom.core.log import MARK
 from sporeloom.core.processes import FAST_MALLOC, LAUNCHER, MALLOC, end_with_parent
@@ -114,7 +115,7 @@ def launch(
 
 @dataclass(frozen=True)
 class Ended:
-    """How a job ended."""
+    """The end of a job."""
 
     code: int
     """Exit code of the process that started the workers, -N after signal N."""
@@ -122,7 +123,7 @@ class Ended:
     """Rank and exit code, -N after signal N, of the workers that ended by themselves, in this order. Empty if not known."""
     log_dir: Path
     shown: str = field(repr=False)
-    """What the logging rank has printed."""
+    """The output of the logging rank."""
 
     @property
     def is_stopped(self) -> bool:
@@ -178,7 +179,7 @@ class Jobs:
         self._ends = log_dir / ENDS if self.forks_all else None
         if self.forks_all and self._process and self._process.poll() is None and self._pipe is not None:
             job = [dict(environment), str(num_processes), str(free_port()), str(log_dir), script, *arguments]
-            os.write(self._pipe, (json.dumps(job) + "\n").encode())
+            os.write(self._pipe, (json_text(job) + "\n").encode())
             return
         self.close()
         more, passed = {}, list[int]()

@@ -98,7 +98,7 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Event:
-    """What happens in a run. Times in seconds since the first step began."""
+    """An event of a run. Times in seconds since the first step began."""
 
     time: float
     event: str

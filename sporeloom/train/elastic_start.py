@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sporeloom.core.json_text import json_text
+
 VARIABLE = "SPORELOOM_ELASTIC"
 
 
@@ -33,7 +35,7 @@ class ElasticStart:
 
     def environment(self) -> dict[str, str]:
         """The variables of the processes."""
-        return {VARIABLE: json.dumps(asdict(self))}
+        return {VARIABLE: json_text(asdict(self))}
 
 
 def memory_dir() -> Path | None:

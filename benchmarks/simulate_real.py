@@ -38,12 +38,12 @@ SCENARIOS = {
         "faults": [{"at_s": 4, "until_s": 14, "slow_rank": 2, "delay_s": 0.5}, {"at_s": 18, "kill": 1}],
     },
     "a slow link, two kills, and both come back": {
-        "steps": 44,
+        "steps": 40,
         "faults": [
             {"at_s": 3, "until_s": 11, "slow_link": [0, 1], "delay_s": 0.02},
             {"at_s": 14, "kill": 2},
-            {"at_s": 30, "kill": 1},
-            {"at_s": 46, "devices": 4},
+            {"at_s": 24, "kill": 1},
+            {"at_s": 38, "devices": 4},
         ],
     },
 }

@@ -4,7 +4,10 @@
     sporeloom simulate --devices 16384 --faults llama3_h100 --steps 1000000 --step-time-s 4.5 \\
         --checkpoint-pause-s 10 --restart-s 600 --repair-hours 24 --spares 8
 
-Failures are equally likely at any time. The step time is that of `plan`, `dry-run --time` or a run of your own.
+    sporeloom simulate scenario faults.yaml
+
+Failures are equally likely at any time. The step time is that of `plan`, `dry-run --time` or a run of your own. A scenario
+has the times of an elastic run on each of its meshes, and faults at given times; its events are printed.
 """
 
 import dataclasses
@@ -14,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from sporeloom.core.command_line import option, parse_args
+from sporeloom.core.command_line import argument, option, parse_args
 from sporeloom.core.errors import Problems
 from sporeloom.core.json_text import json_text
 from sporeloom.core.log import print_report
@@ -24,6 +27,7 @@ from sporeloom.simulation.intervals import daly, young
 from sporeloom.simulation.jitter import slowest_of
 from sporeloom.simulation.job import Job
 from sporeloom.simulation.report import Statistics, duration, simulated, table
+from sporeloom.simulation.scenario import Event, read_scenario, simulate_scenario
 
 INTERVALS = (0.25, 0.5, 0.71, 1.0, 1.41, 2.0, 4.0)
 """Intervals that are compared, as multiples of the one in use."""
@@ -105,7 +109,15 @@ def _problems(config: SimulateConfig) -> Iterator[str]:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class ScenarioConfig:
+    scenario: Path = argument("YAML file of the run and its faults")
+    json: bool = option(False, "print each event as a line of JSON")
+
+
 def main(argv: Sequence[str]) -> int:
+    if argv[:1] == ["scenario"]:
+        return _scenario(parse_args(ScenarioConfig, __doc__, argv[1:]))
     config = check(parse_args(SimulateConfig, __doc__, argv, check))
     rates = FaultRates.of(read_faults(config.faults), config.devices_per_server)
     num_servers = config.devices // config.devices_per_server
@@ -134,6 +146,28 @@ def main(argv: Sequence[str]) -> int:
     else:
         print_report("\n".join(_lines(job, mtbf, best, rows)))
     return 0
+
+
+def _scenario(config: ScenarioConfig) -> int:
+    events = simulate_scenario(read_scenario(config.scenario))
+    if config.json:
+        print("\n".join(json_text(dataclasses.asdict(event)) for event in events))
+    else:
+        print_report("\n".join(map(_line_of, events)))
+    return 0
+
+
+def _line_of(event: Event) -> str:
+    """An event in words."""
+    what = {
+        "start": f"start {event.size} processes of {event.devices} devices after step {event.step}",
+        "step": f"step {event.step} is done, the first of this start",
+        "lost": f"lost rank {' and '.join(map(str, event.ranks))} after step {event.step}; {event.devices} devices are left",
+        "resize": f"{event.devices} devices; continue with them after step {event.step + 1}",
+        "wait": f"too few devices: {event.devices}; wait",
+        "end": f"end after step {event.step}",
+    }
+    return f"{event.time:9.2f} s  {what[event.event]}"
 
 
 def _policies(job: Job, config: SimulateConfig) -> Iterator[tuple[str, Job]]:

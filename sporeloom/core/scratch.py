@@ -21,14 +21,14 @@ STALE_S = 60.0
 LOCK = ".lock"
 
 
-def private_root() -> Path:
-    """The private root folder of this user's processes.
+def private_root(parent: Path | None = None) -> Path:
+    """The private root folder of this user's processes, in the folder for temporary files or another.
 
     Raises:
         ConfigError: it is somebody else's, or others may enter it.
     """
     name = f"sporeloom-{os.getuid()}"
-    root = Path(tempfile.gettempdir(), name)
+    root = Path(parent or tempfile.gettempdir(), name)
     if len(os.fsencode(root)) > MAX_ROOT_BYTES:
         root = Path("/tmp", name)
     with contextlib.suppress(FileExistsError):
@@ -37,7 +37,8 @@ def private_root() -> Path:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise ConfigError(
             f"{root}: must be a folder of user {os.getuid()} that nobody else may enter (mode 0700), because the processes "
-            "of a job talk to each other there; remove it, or set TMPDIR to another folder"
+            "of a job talk to each other there; remove it"
+            + (", or set TMPDIR to another folder" if parent is None else "")
         )
     remove_stale(root)
     return root
@@ -52,9 +53,9 @@ def lock_in(folder: Path, name: str) -> int | None:
 
 
 @contextlib.contextmanager
-def scratch_folder() -> Iterator[Path]:
-    """Create a folder of this process's own, removed in the end."""
-    folder = private_root() / f"{os.getpid()}-{time.monotonic_ns()}"
+def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
+    """Create a folder of this process's own in `private_root`, removed in the end."""
+    folder = private_root(parent) / f"{os.getpid()}-{time.monotonic_ns()}"
     handle = lock_in(folder, f"scratch{LOCK}")
     assert handle is not None, folder
     try:

@@ -6,42 +6,81 @@
 MODULE is loaded first, and MindSpore with it. Each process runs SCRIPT as `python SCRIPT ARGUMENTS` would, with its rank in
 the variables of msrun, and writes worker_RANK.log. The exit code is 0 if all processes succeed; shortly after the first
 failure the others are killed. On devices msrun is used instead, whose processes load MindSpore individually.
+
+If the environment names the read end of a pipe (JOBS), each line of it is a further job, which starts without loading
+MindSpore again: `[ENVIRONMENT, PROCESSES, PORT, LOG_DIR, SCRIPT, ARGUMENTS...]` as JSON. LOG_DIR/ends.json then has the exit
+code of each job and the processes that ended by themselves, in this order: `[RANK, STATUS]`, STATUS -N after signal N.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 import runpy
 import signal
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 
 if __name__ == "__main__":  # Python looks in this folder first, whose modules have common names
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+from sporeloom.core.files import write_text_atomically
+from sporeloom.core.json_text import json_text
 from sporeloom.core.processes import end_with_parent
 from sporeloom.runtime.environment import prepare_environment
 
 GRACE_S = 1.0
 """Seconds in which other ranks can notice a lost rank and report who waited for it."""
 LOOK_EVERY_S = 0.05
+JOBS = "SPORELOOM_JOBS"
+"""Environment variable: number of the file with further jobs."""
+ENDS = "ends.json"
 
 
 def main(argv: Sequence[str]) -> str:
     """Fork the workers and wait for them. Returns the path of the script in the workers; does not return in the
     launcher."""
-    module, count, port, logs, script, *arguments = argv
-    os.environ |= {"MS_WORKER_NUM": count, "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": port}
-    prepare_environment()
+    module, *first = argv
+    further = os.environ.pop(JOBS, "")
+    prepare(first)
     with contextlib.suppress(Exception):  # the script loads it as well, and logs the error
         import_module(module)  # it must not start threads, which a fork would lose
     gc.freeze()  # loaded objects stay in memory that all workers share
-    parent, workers = os.getpid(), set()
+    code = 0
+    for job in jobs(first, int(further)) if further else [first]:
+        workers = dict[int, int]()
+        if forked(job, workers):
+            return job[3]
+        code = watch(workers, Path(job[2], ENDS) if further else None)
+    sys.exit(code)
+
+
+def jobs(first: list[str], number: int) -> Iterator[list[str]]:
+    """Yield the first job, then those of the file of that number, with their environment."""
+    with open(number, encoding="utf-8") as file:
+        yield first
+        for line in file:
+            environment, *job = json.loads(line)
+            os.environ |= environment
+            prepare(job)
+            yield job
+
+
+def prepare(job: Sequence[str]) -> None:
+    """Set the environment of all workers of a job."""
+    os.environ |= {"MS_WORKER_NUM": job[0], "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": job[1]}
+    prepare_environment()
+
+
+def forked(job: Sequence[str], workers: dict[int, int]) -> bool:
+    """Fork the workers of a job and add their ranks by process. Returns whether this is one of them."""
+    count, _, logs, script, *arguments = job
+    parent = os.getpid()
     for rank in range(int(count)):
         if (worker := os.fork()) == 0:
             end_with_parent(parent)
@@ -54,25 +93,40 @@ def main(argv: Sequence[str]) -> str:
             os.dup2(log, 2)
             sys.argv = [script, *arguments]
             sys.path[0] = str(Path(script).parent)
-            return script
-        workers.add(worker)
+            return True
+        workers[worker] = rank
+    return False
+
+
+def watch(workers: dict[int, int], record: Path | None) -> int:
+    """Wait for the workers of a job, kill those that are left, and record in a file how the others ended. Returns the exit
+    code."""
     # Workers shut down gracefully, and so does this process.
-    signal.signal(signal.SIGTERM, lambda *_: tell(workers, signal.SIGTERM))
+    before = signal.signal(signal.SIGTERM, lambda *_: send(workers, signal.SIGTERM))
+    ends: list[tuple[int, int]] = []
     try:
-        code = wait_for(workers)
+        code = wait_for(workers, ends)
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
-    tell(workers, signal.SIGKILL)
-    sys.exit(code)
+    send(workers, signal.SIGKILL)
+    for worker in workers:
+        os.waitpid(worker, 0)
+    signal.signal(signal.SIGTERM, before)
+    if record:
+        write_text_atomically(record, json_text({"code": code, "ends": ends}))
+    if code > 128:
+        sys.exit(code)
+    return code
 
 
-def wait_for(workers: set[int]) -> int:
-    """Wait until all workers have exited, or GRACE_S after the first failure; removes them from `workers`. Returns the
-    exit code."""
+def wait_for(workers: dict[int, int], ends: list[tuple[int, int]]) -> int:
+    """Wait until all workers have exited, or GRACE_S after the first failure; moves them from `workers` to `ends`. Returns
+    the exit code."""
     deadline = float("inf")
     while workers and time.monotonic() < deadline:
         ended, status = os.waitpid(-1, 0 if deadline == float("inf") else os.WNOHANG)
-        workers.discard(ended)
+        if ended in workers:
+            ends.append((workers.pop(ended), os.waitstatus_to_exitcode(status)))
         if ended and status:
             deadline = min(deadline, time.monotonic() + GRACE_S)
         if not ended:
@@ -80,12 +134,12 @@ def wait_for(workers: set[int]) -> int:
     return int(deadline < float("inf"))
 
 
-def tell(workers: Collection[int], number: signal.Signals) -> None:
+def send(workers: Iterable[int], number: signal.Signals) -> None:
     """Send a signal to workers; SIGKILL also to the processes that they started."""
     for worker in workers:
-        for send in (os.killpg, os.kill) if number == signal.SIGKILL else (os.kill,):
+        for how in (os.killpg, os.kill) if number == signal.SIGKILL else (os.kill,):
             with contextlib.suppress(ProcessLookupError):  # a worker has its own group only shortly after the fork
-                send(worker, number)
+                how(worker, number)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from sporeloom.strategy.checks import adapter_problems, batch_problems, group_pr
 from sporeloom.strategy.config import SINGLE_DEVICE, Strategy
 from sporeloom.strategy.loader import load_strategy
 from sporeloom.train.config import Run, TrainingConfig
+from sporeloom.train.elastic_start import ElasticStart, memory_dir
 from sporeloom.train.flags import (
     DEFAULT_FOLDER,
 )
@@ -56,6 +57,7 @@ def check(config: TrainingConfig, num_processes: int | None) -> Run:
     problems += _own_problems(config)
     problems += config.problems()
     problems += [*config.tracking_problems(), *config.sample_problems(), *_ema_and_certificate(config)]
+    problems += config.elastic_problems(ElasticStart.of_environment() is not None)
     strategy = problems.of(load_strategy, config.strategy) if config.strategy else SINGLE_DEVICE
     if config.tokenizer and not config.tokenizer.exists():
         problems.append(f"--tokenizer {config.tokenizer}: there is no such tokenizer")
@@ -248,6 +250,14 @@ def _base_problems(config: TrainingConfig, model: ModelConfig | None, lora: LoRA
         yield f"--from-checkpoint {base}: a reward model; only `sporeloom reward` can continue its training"
 
 
+def problems_of_strategy(run: Run, strategy: Strategy) -> list[str]:
+    """List why a run could not continue under another strategy."""
+    problems = [*_strategy_problems(run.config, strategy, run.model, run.sizes, None)]
+    if run.random_ltd:
+        problems += random_ltd_problems(run.config, run.random_ltd, run.model, run.sizes, strategy)
+    return problems + (adapter_problems(strategy) if run.lora else [])
+
+
 def _strategy_problems(
     config: TrainingConfig,
     strategy: Strategy,
@@ -306,7 +316,8 @@ def _own_problems(config: TrainingConfig) -> list[str]:
         problems.append(f"--loss-scale must be from 1 to 2^120, got {config.loss_scale:g}")
     place = list(_place_problems(config)) if is_first_process() else []
     problems += place
-    has_checkpoints = not place and bool(checkpoints(config.states_dir))
+    in_memory = memory_dir()
+    has_checkpoints = not place and bool(checkpoints(config.states_dir) or (in_memory and checkpoints(in_memory)))
     if (
         config.resume and not has_checkpoints and config.output_dir != DEFAULT_FOLDER
     ):  # otherwise there is no run at all

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,11 +14,13 @@ from sporeloom.data.random_ltd import RandomLTD
 from sporeloom.data.sample_order import Sizes
 from sporeloom.models.adapters import LoRAConfig
 from sporeloom.models.config import ModelConfig
+from sporeloom.models.parameters import Shapes, parameter_shapes
 from sporeloom.strategy.certificate import about_task
 from sporeloom.strategy.config import Strategy
 from sporeloom.train.flags import (
     CheckpointFlags,
     DataFlags,
+    ElasticFlags,
     EMAFlags,
     FaultFlags,
     ModelFlags,
@@ -32,6 +35,8 @@ from sporeloom.train.schedule_flags import ScheduleFlags
 from sporeloom.train.schedules import learning_rate
 from sporeloom.train.tracking_flags import TrackingFlags
 
+FLOAT32_BYTES = 4
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(
@@ -39,6 +44,7 @@ class TrainingConfig(
     SampleFlags,
     CheckpointFlags,
     FaultFlags,
+    ElasticFlags,
     PrecisionFlags,
     ScheduleFlags,
     EMAFlags,
@@ -153,6 +159,15 @@ class Run:
     def seq_len(self) -> int:
         """Maximum sequence length of the run."""
         return self.sizes.longest
+
+    def trained_shapes(self) -> Shapes:
+        """Shapes of the trained parameters: of the full model, or of adapters."""
+        return self.lora.shapes(self.model) if self.lora else parameter_shapes(self.model)
+
+    def state_bytes(self) -> int:
+        """Size of the training state of all ranks: weights, moments and averages in float32."""
+        copies = (1 if self.config.optimizer == "sgd" else 3) + (self.config.ema_decay > 0)
+        return FLOAT32_BYTES * copies * sum(map(math.prod, self.trained_shapes().values()))
 
     def rate_of(self, update: int) -> float:
         """Learning rate of an update of the weights, counted from 1."""

@@ -8,9 +8,7 @@ from pathlib import Path
 from sporeloom.checkpoint.adapters import Adapter, write_adapter
 from sporeloom.checkpoint.contents import AVERAGES
 from sporeloom.checkpoint.model_folder import load_config, save_checkpoint
-from sporeloom.models.parameters import Shapes, parameter_shapes
 from sporeloom.runtime.gather import gather_whole
-from sporeloom.train.config import Run
 from sporeloom.train.start import Training
 
 
@@ -18,7 +16,7 @@ def write_model(training: Training, folder: Path, token: int, averaged: bool = F
     """Write the full model, or the adapters, to `folder`. `token` separates this run's files from those of one that was
     killed here. `averaged`: with the moving averages of the trained weights. All ranks take part; the first writes."""
     run, config = training.run, training.run.config
-    wanted = {f"model.{name}" for name in trained_shapes(run)}
+    wanted = {f"model.{name}" for name in run.trained_shapes()}
     if averaged:
         trained = {parameter.name for parameter in training.optimizer.parameters}
         wanted = {f"{AVERAGES}{name}" if name in trained else name for name in wanted}
@@ -33,8 +31,3 @@ def write_model(training: Training, folder: Path, token: int, averaged: bool = F
         write_adapter(folder, adapter, *load_config(base), base, training.task.add_files)
     else:
         save_checkpoint(folder, named, run.family, run.model, training.task.add_files)
-
-
-def trained_shapes(run: Run) -> Shapes:
-    """Shapes of the trained parameters: of the full model, or of adapters."""
-    return run.lora.shapes(run.model) if run.lora else parameter_shapes(run.model)

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from sporeloom.core.command_line import option, run_file
 from sporeloom.core.numbers import Count, Natural, NotNegative, Positive, Rate
@@ -271,6 +272,71 @@ class FaultFlags:
     watchdog_s: Positive = option(
         120.0, "seconds that a collective may take on CPU processes before every rank reports its position"
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticFlags:
+    """Continuing with fewer devices after some are lost, and with more when they are back."""
+
+    heading: ClassVar[str] = "elastic training"
+
+    elastic: bool = option(
+        False,
+        "with --launch: when ranks are killed, continue from the newest state on the devices that are left, with the same "
+        "global batch",
+    )
+    elastic_strategies: tuple[Path, ...] = option(
+        (),
+        "strategies for fewer devices than --strategy has, files or names; the largest that fits is used (default: "
+        "--strategy with smaller degrees)",
+    )
+    min_devices: Count = option(1, "minimum number of devices with which an elastic run continues")
+    max_restarts: Natural = option(
+        3, "number of restarts after lost ranks, before the next loss ends the run; growing back does not count"
+    )
+    devices_file: Path | None = option(
+        None,
+        "file with the number of devices that the run can use, read again whenever it changes; a change makes an elastic "
+        "run save and continue with that number (default: those of --strategy that were not lost)",
+    )
+    memory_save_every: Natural = option(
+        1,
+        "interval in steps at which an elastic run keeps its state in memory (/dev/shm, two copies at most), so that a lost "
+        "rank costs no more steps than that; 0: only checkpoints on disk",
+    )
+    launch_command: str | None = option(
+        None,
+        "command that starts the processes of an elastic run, such as `msrun --worker_num={devices} ...`, with {devices}, "
+        "{port} and {log_dir} in it; the command of each process is added (default: as --launch does)",
+    )
+
+    def elastic_problems(self, is_launched: bool) -> Iterator[str]:
+        """List the problems of these flags. `is_launched`: this is a process of a job that an elastic launcher started."""
+        if not self.elastic:
+            defaults = {field.name: field.default for field in dataclasses.fields(ElasticFlags)}
+            for name, default in defaults.items():
+                if getattr(self, name) != default:
+                    yield f"--{name.replace('_', '-')} is for elastic runs; give --elastic, too, or leave it out"
+            return
+        given: Any = self
+        if not (given.launch or is_launched):
+            yield (
+                "--elastic needs --launch, which starts the processes again; on several servers --launch --launch-command "
+                "'srun ...' does (docs/how-to/elastic.md)"
+            )
+        if given.strategy is None:
+            yield "--elastic needs --strategy: one device leaves none to continue with"
+        if given.certificate:
+            yield f"--certificate {given.certificate}: it covers one strategy, not those of an elastic run; leave either out"
+        if not (self.memory_save_every or given.save_every or given.save_minutes):
+            yield "--memory-save-every 0: a lost rank would cost all steps; give --save-every or --save-minutes, too"
+        if self.launch_command is not None and "{devices}" not in self.launch_command:
+            yield f"--launch-command {self.launch_command!r}: write {{devices}} where the number of processes belongs"
+        if self.launch_command is not None and not (given.save_every or given.save_minutes):
+            yield (
+                "--launch-command: its processes may not share this machine's memory, so their states are on disk alone; "
+                "give --save-every or --save-minutes"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

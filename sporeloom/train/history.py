@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,11 +46,14 @@ class History:
         return found
 
     @classmethod
-    def begin(cls, folder: Path, began: float, steps_done: int, is_resumed: bool) -> History:
-        """Record a start. `began`: seconds since 1970."""
+    def begin(
+        cls, folder: Path, began: float, steps_done: int, is_resumed: bool, earlier: Sequence[dict[str, Any]] = ()
+    ) -> History:
+        """Record a start. `began`: seconds since 1970. `earlier`: starts of this run that ended before they could be
+        recorded."""
         history = cls.read(folder) if is_resumed else None
         if history is None:
-            history = cls(secrets.token_hex(4), [{}] if is_resumed else [])
+            history = cls(secrets.token_hex(4), [{}] if is_resumed else [*earlier])
         # Steps after the resumed state are done anew, and then count.
         history.rewinds = [each for each in history.rewinds if each["last"] <= steps_done]
         history.starts.append({"time": round(began, 3), "steps_done": steps_done})

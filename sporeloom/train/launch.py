@@ -10,10 +10,11 @@ from importlib import import_module
 from sporeloom.core.command_line import parse_args
 from sporeloom.core.locks import one_writer
 from sporeloom.runtime.environment import launched_processes, prepare_environment
-from sporeloom.runtime.launch import STOPPED, launch_verb
+from sporeloom.runtime.launch import LAUNCHER_FLAGS, STOPPED, launch_verb
 from sporeloom.train.budget import data_budget
 from sporeloom.train.checks import check
 from sporeloom.train.config import Run, TrainingConfig
+from sporeloom.train.elastic import run_elastic
 from sporeloom.train.example_view import view
 
 TRAINER = "sporeloom.train.trainer"
@@ -32,6 +33,9 @@ def run_training(verb: str, kind: type[TrainingConfig], description: str | None,
     if config.launch:
         folder = run.config.output_dir
         with one_writer(folder):  # for all its processes
+            if config.elastic:
+                words = [word for word in _with_folder(argv, run) if word not in LAUNCHER_FLAGS]
+                return run_elastic([verb, *words], run, TRAINER)
             return launch_verb(verb, _with_folder(argv, run), run.strategy.mesh, folder / "logs", TRAINER)
     prepare_environment()
     train = import_module(TRAINER).train  # loads MindSpore, which the checks above do without

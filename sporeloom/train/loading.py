@@ -31,9 +31,12 @@ TEXT_BYTES = 1024
 
 
 def newest_complete(
-    root: Path, engine: Engine, check: Callable[[Manifest, Path], None] = check_contents
+    root: Path,
+    engine: Engine,
+    check: Callable[[Manifest, Path], None] = check_contents,
+    memory: Path | None = None,
 ) -> tuple[Path, Manifest]:
-    """Find the newest checkpoint that passes its hashes and that `check` accepts.
+    """Find the newest checkpoint under `root`, or `memory`, that passes its hashes and that `check` accepts.
 
     All ranks take part, each reads its share of the files.
 
@@ -44,7 +47,8 @@ def newest_complete(
     """
     damaged: list[Path] = []
     newest_problem = "none"
-    for folder in checkpoints(root):
+    found = [*checkpoints(root), *(checkpoints(memory) if memory else ())]
+    for folder in sorted(found, key=lambda path: path.name, reverse=True):
         manifest, problem = None, None
         try:
             manifest = read_manifest(folder)
@@ -56,7 +60,7 @@ def newest_complete(
         if not finder:
             assert manifest is not None
             if engine.rank == 0:
-                _set_aside(damaged, root, folder)
+                _set_aside(damaged, folder)
             return folder, manifest
         told = _told_by(finder - 1, problem or "", engine)
         if engine.is_log_rank:
@@ -74,11 +78,14 @@ def _told_by(rank: int, text: str, engine: Engine) -> str:
     return bytes(engine.broadcast(encoded, rank).astype(np.uint8)).rstrip(b"\0").decode(errors="ignore")
 
 
-def _set_aside(damaged: Sequence[Path], root: Path, newest: Path) -> None:
+def _set_aside(damaged: Sequence[Path], newest: Path) -> None:
     for folder in damaged:
-        remove(root / f"damaged-{folder.name}")
-        folder.rename(root / f"damaged-{folder.name}")
-    write_text_atomically(root / LATEST, newest.name + "\n")
+        aside = folder.with_name(f"damaged-{folder.name}")
+        remove(aside)
+        folder.rename(aside)
+    for root in {newest.parent, *(folder.parent for folder in damaged)}:
+        if sound := checkpoints(root):  # those that are older than the newest are looked at when they are needed
+            write_text_atomically(root / LATEST, sound[0].name + "\n")
 
 
 def load_state(cell: nn.Cell, engine: Engine, report: Report, folder: Path, manifest: Manifest) -> None:

@@ -88,6 +88,7 @@ class Saver:
         about: the fields of the manifest besides step, tensors and files, as they are when it is called.
         add_files: puts what else belongs to a checkpoint, the tokenizer, into its folder.
         last_step: the step whose state is saved already.
+        memory: folder in memory for the newest state of an elastic run, and the interval in steps at which it is written.
     """
 
     def __init__(
@@ -104,11 +105,12 @@ class Saver:
         keep_last: int = 0,
         in_background: bool = False,
         last_step: int | None = None,
+        memory: tuple[Path, int] | None = None,
     ):
         self.cell, self.engine, self.report, self.root = cell, engine, report, root
         self.about, self.add_files = about, add_files
         self.every, self.minutes, self.keep_last, self.in_background = every, minutes, keep_last, in_background
-        self.last_step = last_step
+        self.last_step, self.memory = last_step, memory
         self.stop_requested = False
         self._last_time = time.monotonic()
         self._thread: threading.Thread | None = None
@@ -117,6 +119,8 @@ class Saver:
         self.token = int(engine.broadcast(token, engine.strategy.mesh.first_rank_of_last_stage)[0])
         if engine.rank == 0:
             remove_leftovers(root)
+            if memory:
+                remove_leftovers(memory[0])
         signal.signal(signal.SIGTERM, self.request_stop)
 
     def request_stop(self, *_: object) -> None:
@@ -128,6 +132,8 @@ class Saver:
         wish = self.engine.max_over_ranks(2 if self.stop_requested else int(is_time))
         if wish or (self.every and step % self.every == 0):
             self.save(step)
+        elif self.memory and step % self.memory[1] == 0:
+            self._begin(step, self.memory[0])
         return wish == 2
 
     def save(self, step: int) -> None:
@@ -138,14 +144,18 @@ class Saver:
         """
         if step == self.last_step:
             return
+        self._begin(step, self.root)
+        self.last_step, self._last_time = step, time.monotonic()
+
+    def _begin(self, step: int, root: Path) -> None:
+        """Write the state to a folder of states, in the background if the run does so."""
         self.wait()
-        slices, self.last_step, self._last_time = self._snapshot(), step, time.monotonic()
-        about = self.about()
+        arguments = (root, step, self._snapshot(), self.about())
         if self.in_background:
-            self._thread = threading.Thread(target=self._write_and_remember, args=(step, slices, about))
+            self._thread = threading.Thread(target=self._write_and_remember, args=arguments)
             self._thread.start()
         else:
-            self._write(step, slices, about)
+            self._write(*arguments)
 
     @contextlib.contextmanager
     def saving_after_an_error(self, step: int) -> Iterator[None]:
@@ -187,22 +197,25 @@ class Saver:
                 result[logical_name(name)] = LocalTensor(array, part.start, shape)
         return result
 
-    def _write_and_remember(self, step: int, slices: Mapping[str, LocalTensor], about: Mapping[str, Any]) -> None:
+    def _write_and_remember(
+        self, root: Path, step: int, slices: Mapping[str, LocalTensor], about: Mapping[str, Any]
+    ) -> None:
         try:
-            self._write(step, slices, about)
+            self._write(root, step, slices, about)
         except Exception as error:
             self._error = error
 
-    def _write(self, step: int, slices: Mapping[str, LocalTensor], about: Mapping[str, Any]) -> None:
-        partial = self.root / f".step-{step:08d}.{self.token}.partial"
+    def _write(self, root: Path, step: int, slices: Mapping[str, LocalTensor], about: Mapping[str, Any]) -> None:
+        partial = root / f".step-{step:08d}.{self.token}.partial"
         try:
             write_parts(partial, self.engine.rank, slices)
             if self.engine.rank == 0:
                 self.add_files(partial)
-                folder = finish(partial, self.root, self.engine.strategy.mesh.size, step, about)
-                milestone(f"state of step {step} in {folder}")
-                if self.keep_last:
-                    remove_old(self.root, self.keep_last)
+                folder = finish(partial, root, self.engine.strategy.mesh.size, step, about)
+                if root == self.root:
+                    milestone(f"state of step {step} in {folder}")
+                if keep := self.keep_last if root == self.root else 1:
+                    remove_old(root, keep)
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise ConfigError(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from sporeloom.checkpoint.contents import WEIGHTS_ALONE, model_of
-from sporeloom.checkpoint.manifest import MANIFEST, Manifest
+from sporeloom.checkpoint.manifest import FOLDER, MANIFEST, Manifest, checkpoints
 from sporeloom.checkpoint.model_folder import write_config
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.files import remove_folder
@@ -19,6 +19,7 @@ from sporeloom.core.json_text import json_text
 from sporeloom.core.numbers import number_problem
 from sporeloom.core.reader import is_a
 from sporeloom.train.config import Run
+from sporeloom.train.elastic_start import memory_dir
 from sporeloom.train.loading import load_state, newest_complete
 from sporeloom.train.saving import Saver, versions
 from sporeloom.train.spikes import SpikeGuard
@@ -59,8 +60,14 @@ def make_saver(training: Training, steps_done: int) -> Saver:
         minutes=config.save_minutes,
         keep_last=config.keep_last,
         in_background=config.async_save,
-        last_step=steps_done or None,
+        last_step=_saved_step(config.states_dir, steps_done),
+        memory=(folder, config.memory_save_every) if (folder := memory_dir()) else None,
     )
+
+
+def _saved_step(root: Path, steps_done: int) -> int | None:
+    """The step whose state `root` has, if it is that of the run; one in memory does not outlive the job."""
+    return steps_done if steps_done and (root / FOLDER.format(steps_done)).exists() else None
 
 
 def _state(training: Training) -> dict[str, Any]:
@@ -89,7 +96,7 @@ def resume(training: Training) -> int:
         ConfigError: there is none, or it belongs to a run that differs in more than its mesh.
     """
     run, config = training.run, training.run.config
-    folder, manifest = newest_complete(config.states_dir, training.engine)
+    folder, manifest = newest_complete(config.states_dir, training.engine, memory=memory_dir())
     if manifest.state.get(WEIGHTS_ALONE):
         raise ConfigError(
             f"{folder}: only weights, no training state to resume; start from them with --from-checkpoint"
@@ -175,7 +182,8 @@ def rewind(training: Training, guard: SpikeGuard, saver: Saver, step: int) -> No
     saver.wait()
     dropped = guard.to_drop(step, folder)
     engine.barrier()  # all have searched
-    for path in dropped if engine.rank == 0 else ():
+    in_memory = checkpoints(memory) if (memory := memory_dir()) else []  # newer ones, which led to the spike
+    for path in (*dropped, *in_memory) if engine.rank == 0 else ():
         remove_folder(path)
     engine.barrier()
     found, manifest = newest_complete(folder, engine)

@@ -23,8 +23,9 @@ from sporeloom.core.locks import one_writer
 from sporeloom.parallel.report import Report
 from sporeloom.runtime.engine import Engine
 from sporeloom.runtime.environment import is_first_process
-from sporeloom.train.config import Run
-from sporeloom.train.export import trained_shapes, write_model
+from sporeloom.train.config import FLOAT32_BYTES, Run
+from sporeloom.train.elastic_start import ElasticStart
+from sporeloom.train.export import write_model
 from sporeloom.train.folder import clear, point_to
 from sporeloom.train.history import History
 from sporeloom.train.loading import averaged_weights, begin_averages, start_from
@@ -43,7 +44,6 @@ from sporeloom.train.trackers import GuardedTracker, TrackedRun, Tracker, mark_f
 from sporeloom.train.utilization import uncounted
 from sporeloom.train.validation import Validation
 
-FLOAT32_BYTES = 4
 LEFTOVERS = (
     ".checkpoint_parts-*",
     ".profile_parts",
@@ -105,7 +105,9 @@ def _train(run: Run) -> Path | None:
         training.say(f"--chip {config.chip}: no MFU and HFU, because the FLOPs of {what} are not counted")
     if not training.engine.is_log_rank:
         return _steps_and_model(training, [], saver, steps_done)
-    training.history = History.begin(config.output_dir, began, steps_done, bool(config.resume))
+    elastic = ElasticStart.of_environment()
+    earlier = elastic.earlier if elastic else ()
+    training.history = History.begin(config.output_dir, began, steps_done, bool(config.resume), earlier)
     with reporting_to(_trackers(training, training.history, steps_done)) as trackers:
         found = _steps_and_model(training, trackers, saver, steps_done)
         if found is None:
@@ -306,7 +308,7 @@ def _check_room(run: Run) -> None:
     """Raises:
     ConfigError: the disk has not even room for what is written in the end, and for one state if there are any.
     """
-    config, numbers = run.config, sum(map(math.prod, trained_shapes(run).values()))
+    config, numbers = run.config, sum(map(math.prod, run.trained_shapes().values()))
     copies = (
         1
         + getattr(config, "keep_best", False)

@@ -64,7 +64,7 @@ def perform(command, folder, page):
         words[words.index("--steps") + 1] = "2"
     if page in SHALLOW and words[:2] == ["sporeloom", "train"] and not DEEP & set(words):
         words += ["--config", str(TWO_LAYERS)]
-    if "--launch" in words and "--strategy" in words and page != "README.md":
+    if "--launch" in words and "--strategy" in words and "--elastic" not in words and page != "README.md":
         processes = load_strategy(words[words.index("--strategy") + 1]).mesh.size
         words.remove("--launch")
     if words[0] == "sporeloom" and "--launch" not in words and words[1] not in ALONE:

@@ -119,12 +119,14 @@ def check_contents(manifest: Manifest, folder: Path) -> None:
         wanted |= {name: shape for name, shape in states.items() if shape is not None}
     if not alone and state["optimizer"].get("ema_decay"):
         wanted |= {AVERAGES + name: shape for name, shape in shapes.items() if is_trained(name) and name not in frozen}
+    narrow = not alone and state["optimizer"].get("optimizer_state_dtype") == "bfloat16"
     for name, shape in wanted.items():
+        dtype = "bfloat16" if narrow and name.startswith(MOMENTS) else "float32"
         entry = manifest.tensors.get(name)
         if entry is None:
             problems.append(f"{source}: {name} {shape} is missing")
-        elif (entry.shape, entry.dtype) != (shape, "float32"):
-            problems.append(f"{source}: {name} is {entry.dtype} {entry.shape}; the model's is float32 {shape}")
+        elif (entry.shape, entry.dtype) != (shape, dtype):
+            problems.append(f"{source}: {name} is {entry.dtype} {entry.shape}; the model's is {dtype} {shape}")
     problems += [f"{source}: {name} does not belong to the model" for name in manifest.tensors if name not in wanted]
     if problems:
         more = [f"{source}: and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []

@@ -35,12 +35,13 @@ from sporeloom.planner.search import Devices, PlanRequest, distinct, search, sma
 from sporeloom.planner.task import PLAIN_TEXT, TaskFlags, task_of, task_problems, trained_model
 from sporeloom.planner.validate import validate
 from sporeloom.strategy.checks import POSSIBLE_SIZES, is_possible_size
+from sporeloom.strategy.flags import StateFlags
 from sporeloom.strategy.launching import start_lines
 from sporeloom.strategy.loader import load_strategy
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanConfig(Overwrite, TaskFlags):
+class PlanConfig(Overwrite, StateFlags, TaskFlags):
     common: ClassVar[tuple[str, ...]] = (
         "model",
         "size",
@@ -128,7 +129,8 @@ def _model_flags(config: PlanConfig) -> list[str]:
     elif config.task != "pretraining":
         model = ["--from-checkpoint", "CHECKPOINT"]
     adapters = ["--lora-r", str(config.lora_r)] if config.lora_r else []
-    return [*model, *adapters]
+    narrow = ["--optimizer-state-dtype", "bfloat16"] if config.optimizer_state_dtype == "bfloat16" else []
+    return [*model, *adapters, *narrow]
 
 
 def requested(config: PlanConfig) -> PlanRequest:
@@ -176,7 +178,7 @@ def requested(config: PlanConfig) -> PlanRequest:
         precision=PRECISIONS[config.compute_dtype],
         flash_attention=flash,
         mask_bytes=bytes_of_mask(flash) if config.model else 0,
-        task=task,
+        task=dataclasses.replace(task, optimizer_state_dtype=config.optimizer_state_dtype),
         muon=config.optimizer == "muon",
         # The family models recompute nothing else selectively than what FlashAttention does not keep.
         recomputations=("full",) if flash and config.model else ("selective", "full"),

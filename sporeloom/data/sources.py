@@ -223,12 +223,18 @@ def _without_dataset_files(folder: Path, files: Sequence[Path]) -> list[Path]:
 
 
 def read_raw(
-    files: Iterable[FilePart], inputs: Iterable[Path], key: str, max_bytes: int, all_columns: bool = False
+    files: Iterable[FilePart],
+    inputs: Iterable[Path],
+    key: str,
+    max_bytes: int,
+    all_columns: bool = False,
+    first_row: int = 0,
 ) -> Iterator[RawDocument]:
     """Every document of `files`: a line of a .jsonl file, a row of a .parquet or .arrow file, a page or text of a web
     archive, a part between blank lines of a .txt file that was named itself, and each other file as a whole.
 
     What cannot be read comes as a `RawDocument` with a `problem`. `all_columns`: rows of tables with all their fields.
+    `first_row`: number of rows of each table to leave out, counted from its first one.
     """
     named = set(inputs)
     for piece in files:
@@ -240,9 +246,9 @@ def read_raw(
             if path.name.endswith(TABLES):
                 is_arrow = path.name.endswith(ARROW)
                 for row in (
-                    read_arrow_rows(path, key, all_columns)
+                    read_arrow_rows(path, key, all_columns, first_row)
                     if is_arrow
-                    else read_rows(path, piece.start, piece.end, key, all_columns)
+                    else read_rows(path, piece.start, piece.end, key, all_columns, first_row)
                 ):
                     problem = row.problem or (
                         _too_long(len(row.content), max_bytes) if len(row.content) > max_bytes else ""

@@ -34,8 +34,36 @@ class Row(NamedTuple):
     problem: str = ""
 
 
-def read_arrow_rows(path: Path, key: str, all_columns: bool) -> Iterator[Row]:
+def column_names(path: Path) -> list[str]:
+    """Names of the columns of a table.
+
+    Raises:
+        ConfigError: not a table, or pyarrow is not installed.
+    """
+    arrow = optional("pyarrow", path)
+    try:
+        if path.suffix == ".parquet":
+            names = optional("pyarrow.parquet", path).ParquetFile(open_document(path)).schema_arrow.names
+        else:
+            names = _arrow_schema(arrow, optional("pyarrow.ipc", path), path).names
+    except (arrow.ArrowException, OSError) as error:
+        kind = "a Parquet" if path.suffix == ".parquet" else "an Arrow"
+        raise ConfigError(f"{path}: not {kind} file: {first_line(error)}") from None
+    return [*names]
+
+
+def _arrow_schema(arrow: Any, ipc: Any, path: Path) -> Any:
+    try:
+        return ipc.open_stream(open_document(path)).schema
+    except arrow.ArrowInvalid:
+        return ipc.open_file(open_document(path)).schema
+
+
+def read_arrow_rows(path: Path, key: str, all_columns: bool, first: int = 0) -> Iterator[Row]:
     """Rows of an Arrow file, as Hugging Face datasets saves them, as JSON objects of the columns `key`, or all.
+
+    Args:
+        first: number of rows to leave out.
 
     Raises:
         ConfigError: no such column, or pyarrow is not installed.
@@ -44,13 +72,14 @@ def read_arrow_rows(path: Path, key: str, all_columns: bool) -> Iterator[Row]:
     number = 1
     try:
         batches = _arrow_batches(arrow, ipc, path)
-        first = next(batches, None)
-        if first is None:
+        found = next(batches, None)
+        if found is None:
             yield Row(0, b"", "no rows")
             return
-        columns = _columns(path, first.schema.names, key, all_columns)
-        for batch in itertools.chain([first], batches):
-            yield from _rows_of_batch(arrow, batch, columns, number)
+        columns = _columns(path, found.schema.names, key, all_columns)
+        for batch in itertools.chain([found], batches):
+            left_out = min(max(0, first - number + 1), batch.num_rows)
+            yield from _rows_of_batch(arrow, batch.slice(left_out), columns, number + left_out)
             number += batch.num_rows
     except (arrow.ArrowException, OSError) as error:
         problem = "not an Arrow file" if number == 1 else "damaged from here on"
@@ -72,11 +101,16 @@ def _arrow_batches(arrow: Any, ipc: Any, path: Path) -> Iterator[Any]:
             yield table.get_batch(place)
 
 
-def read_rows(path: Path, start: int, end: int | None, key: str, all_columns: bool) -> Iterator[Row]:
+def read_rows(
+    path: Path, start: int, end: int | None, key: str, all_columns: bool, first_row: int = 0
+) -> Iterator[Row]:
     """Rows as JSON objects, of the groups that begin from byte `start` up to byte `end`; of their columns `key`,
     or all.
 
     Binary columns hold text, in UTF-8. Times, dates, decimals and UUIDs become text.
+
+    Args:
+        first_row: number of rows of the file to leave out.
 
     Raises:
         ConfigError: no such column, or pyarrow is not installed.
@@ -95,7 +129,9 @@ def read_rows(path: Path, start: int, end: int | None, key: str, all_columns: bo
         group = table.metadata.row_group(index)
         first = _first_byte(group)
         if not (first < start or (end is not None and first >= end)):
-            yield from _rows_of_group(arrow, table, index, columns, number)
+            left_out = max(0, first_row - number + 1)
+            if left_out < group.num_rows:
+                yield from _rows_of_group(arrow, table, index, columns, number, left_out)
         number += group.num_rows
 
 
@@ -108,8 +144,10 @@ def _columns(path: Path, names: Sequence[str], key: str, all_columns: bool) -> l
     return columns
 
 
-def _rows_of_group(arrow: Any, table: Any, index: int, columns: list[str], number: int) -> Iterator[Row]:
-    """Rows of a group, whose first one has this number."""
+def _rows_of_group(
+    arrow: Any, table: Any, index: int, columns: list[str], number: int, left_out: int = 0
+) -> Iterator[Row]:
+    """Rows of a group, whose first one has this number, without the first `left_out`."""
     group, schema = table.metadata.row_group(index), table.schema_arrow
     is_nested = any(arrow.types.is_nested(schema.field(name).type) for name in columns)
     size = sum(group.column(place).total_uncompressed_size for place in range(group.num_columns))
@@ -117,8 +155,9 @@ def _rows_of_group(arrow: Any, table: Any, index: int, columns: list[str], numbe
     try:
         rows = FEW_ROWS if is_nested or size > GROUP_BYTES else ROWS
         for batch in table.iter_batches(batch_size=rows, row_groups=[index], columns=columns):
-            yield from _rows_of_batch(arrow, batch, columns, number)
-            number += batch.num_rows
+            skipped = min(left_out, batch.num_rows)
+            yield from _rows_of_batch(arrow, batch.slice(skipped), columns, number + skipped)
+            left_out, number = left_out - skipped, number + batch.num_rows
     except (OSError, arrow.ArrowException) as error:
         where = "from here on" if index + 1 == table.num_row_groups else f"up to row {end - 1}"
         yield Row(number, b"", f"damaged {where}: {first_line(error)}")

@@ -19,6 +19,7 @@ from sporeloom.planner.task import TrainedTask
 from sporeloom.strategy.config import Strategy
 from sporeloom.strategy.layout import Shape
 from sporeloom.tasks.example import task_network
+from sporeloom.train.narrow_states import adamw
 from sporeloom.train.optim import AdamW
 
 
@@ -65,7 +66,7 @@ def model_cell(
         inputs += [(batch, np.int32)] if model.dropout_rate else []
         step = TrainStep(
             wrap(net, strategy, accumulate),
-            AdamW(net.trainable_params(), on_host=strategy.optimizer_on_host),
+            adamw(net.trainable_params(), task.optimizer_state_dtype, on_host=strategy.optimizer_on_host),
             report,
             rank=0,
             max_grad_norm=1.0,

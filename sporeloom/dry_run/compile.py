@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Collection, Mapping, Sequence
 
 from sporeloom.core.errors import ConfigError
@@ -75,7 +74,7 @@ def rank_report(partitioned: Partitioned, rank: int) -> RankReport:
     graphs = [made.graph for one, made in passes.items() if strategy.stage_of_part(one.part) == stage]
     updated = _local_shapes([*graphs, *([partitioned.update.graphs[stage]] if partitioned.update else [])])
     parameters = _parameters(partitioned, _local_shapes(graphs) if graphs else updated)
-    moments = 4 * sum(math.prod(shape) for name, shape in updated.items() if name.startswith(MOMENTS))
+    moments = _moment_bytes([*graphs, *([partitioned.update.graphs[stage]] if partitioned.update else [])])
     layers = report.layers_of_stages[stage] if report.layers_of_stages else []
     return RankReport(
         rank=rank,
@@ -134,6 +133,12 @@ def _add_messages(
 def _local_shapes(graphs: Collection[Graph]) -> dict[str, Shape]:
     """Local shapes of the parameters that some graphs use, by name."""
     return {full.rpartition(":")[2]: type.shape for graph in graphs for full, type in graph.parameters.items()}
+
+
+def _moment_bytes(graphs: Collection[Graph]) -> int:
+    """Bytes of the optimizer's moments that some graphs use."""
+    types = {full.rpartition(":")[2]: type for graph in graphs for full, type in graph.parameters.items()}
+    return sum(t.num_elements * item_size(t.dtype) for name, t in types.items() if name.startswith(MOMENTS))
 
 
 def _parameters(partitioned: Partitioned, held: Mapping[str, Shape]) -> list[RankParameter]:

@@ -16,8 +16,9 @@ from sporeloom.models.config_file import named_model, with_model_folder
 from sporeloom.models.family import with_precision
 from sporeloom.planner.cluster import Cluster, read_cluster
 from sporeloom.planner.task import TaskFlags, TrainedTask, task_of, task_problems, trained_model
-from sporeloom.strategy.checks import adapter_problems, batch_problems, group_problems, model_problems
+from sporeloom.strategy.checks import adapter_problems, batch_problems, group_problems, model_problems, state_problems
 from sporeloom.strategy.config import Strategy
+from sporeloom.strategy.flags import StateFlags
 from sporeloom.strategy.launching import DEVICES_PER_SERVER
 from sporeloom.strategy.loader import load_strategy
 
@@ -26,7 +27,7 @@ TIMED_TASKS = ("pretraining", "sft", "reward")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DryRunConfig(Overwrite, TaskFlags):
+class DryRunConfig(Overwrite, StateFlags, TaskFlags):
     """Flags of `sporeloom dry-run`."""
 
     common: ClassVar[tuple[str, ...]] = (
@@ -176,9 +177,13 @@ def check(config: DryRunConfig) -> DryRun:
         problems += [f"--batch-size {batch}: {config.task} trains on pairs, two sequences each"] if batch % unit else []
         problems += batch_problems(strategy, batch // unit, seq_len, config.accumulate, training=not config.inference)
         problems += [] if config.inference else group_problems(strategy, model, batch, seq_len, config.accumulate)
+    if config.optimizer_state_dtype == "bfloat16":
+        problems += state_problems(strategy)
+        problems += ["--optimizer-state-dtype is for training: leave out --inference"] if config.inference else []
     problems += strategy.axis_problems("sampling") if task and task.samples else []
     problems.raise_if_any()
     assert ranks and task
+    task = dataclasses.replace(task, optimizer_state_dtype=config.optimizer_state_dtype)
     return DryRun(config, model, strategy, ranks, batch, seq_len, task, cluster)
 
 

@@ -21,6 +21,7 @@ def command_of(run: DryRun) -> list[str]:
         "--accumulate": config.accumulate if config.accumulate > 1 else None,
         "--compute-dtype": config.compute_dtype,
         "--attention": config.attention,
+        "--optimizer-state-dtype": "bfloat16" if task.optimizer_state_dtype == "bfloat16" else None,
         "--lora-r": config.lora_r,
         "--reward-model": "REWARD_MODEL" if task.reward_model else None,
         "--reward": "FILE.py:FUNCTION" if task.samples and not task.reward_model else None,

@@ -121,7 +121,7 @@ def _by_kind(report: RankReport) -> dict[str, int]:
 
 
 def _job_of(run: DryRun) -> Parallelism:
-    return job_of(run.strategy, run.model, run.batch_size, run.config.accumulate)
+    return job_of(run.strategy, run.model, run.batch_size, run.config.accumulate, run.task.optimizer_bytes)
 
 
 def _stages(run: DryRun) -> list[dict[str, Any]]:

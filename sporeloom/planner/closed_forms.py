@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal
 
 from sporeloom.models.config import ModelConfig
@@ -54,8 +55,19 @@ def bytes_of_mask(flash: bool) -> int:
     return 1 if flash else 4
 
 
-def job_of(strategy: Strategy, config: ModelConfig, batch_size: int, accumulate: int = 1) -> Parallelism:
-    """Convert a strategy for the cost model. `batch_size`: sequences of a step, over all replicas."""
+def job_of(
+    strategy: Strategy,
+    config: ModelConfig,
+    batch_size: int,
+    accumulate: int = 1,
+    optimizer_bytes: Mapping[str, int] = MappingProxyType({}),
+) -> Parallelism:
+    """Convert a strategy for the cost model.
+
+    Args:
+        batch_size: sequences of a step, over all replicas.
+        optimizer_bytes: `TrainedTask.optimizer_bytes`, where moments are not float32.
+    """
     mesh, zero = strategy.mesh, strategy.optimizer_parallel
     microbatches, precision = strategy.num_microbatches(accumulate), PRECISIONS[config.compute_dtype]
     stages = stage_of_layers(config.num_layers, strategy)
@@ -90,6 +102,7 @@ def job_of(strategy: Strategy, config: ModelConfig, batch_size: int, accumulate:
         sequence_parallel=strategy.sequence_parallel,
         precision=precision,
         own_graphs=True,
+        **optimizer_bytes,
         **optimizer_sharding(
             bool(zero),
             microbatches > 1 and not (zero and zero.shard_accumulated_gradients),

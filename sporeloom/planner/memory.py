@@ -15,8 +15,6 @@ from sporeloom.planner.dimensions import Dimensions
 from sporeloom.planner.parallelism import Parallelism, PartLayers
 from sporeloom.strategy.schedule import held_parts
 
-MOMENTS = 8
-"""Bytes of AdamW's two moments for each parameter."""
 Stages = tuple[Dimensions, int, tuple[int, ...], tuple[int, ...], int]
 """Key of everything that the parameters of stages depend on: model, tp, each stage's layers and layers of experts,
 the last stage."""
@@ -303,7 +301,7 @@ def second_moments_saved(dims: Dimensions, job: Parallelism) -> list[float]:
     ]
     experts, shards = expert_parameters(dims, job), expert_shards(job)
     return [
-        MOMENTS / 2 * cut_parameters(count, of_stage, job.shards, shards, True)
+        job.moment_bytes / 2 * cut_parameters(count, of_stage, job.shards, shards, True)
         for count, of_stage in zip(counts, experts, strict=True)
     ]
 
@@ -314,7 +312,9 @@ def moments_on_host(dims: Dimensions, job: Parallelism) -> list[float]:
         return [0.0] * job.pp
     of_experts, shards = expert_parameters(dims, job), expert_shards(job)
     counts = enumerate(stage_parameters(dims, job))
-    return [MOMENTS * cut_parameters(count, of_experts[stage], job.shards, shards, True) for stage, count in counts]
+    return [
+        job.moment_bytes * cut_parameters(count, of_experts[stage], job.shards, shards, True) for stage, count in counts
+    ]
 
 
 def cut_parameters(count: int, experts: int, shards: int, expert_shards: int, is_cut: bool) -> float:

@@ -84,7 +84,9 @@ class Parallelism:
     gradient_bytes: int = 4
     optimizer_bytes: int = 12
     """Bytes of a parameter. Mixed precision has 2, 4 and 12 (master weights, two moments); float32 weights 4, 4
-    and 8."""
+    and 8; moments in bfloat16 save 4."""
+    moment_bytes: int = 8
+    """Bytes of the two moments of a parameter, a part of `optimizer_bytes`."""
     muon: bool = False
     """Whether Muon updates the matrices of layers, which then have no second moment."""
     fragmentation: float = 1.0

@@ -99,7 +99,7 @@ class PlanRequest:
     recomputations: tuple[Recomputation, ...] = ("selective", "full")
     """Kinds of recomputation to consider where memory is short."""
     precision: Precision = "bf16"
-    """Number type of matrix products; master weights and moments are float32 in any case."""
+    """Number type of matrix products; master weights are float32 in any case."""
     task: TrainedTask = PLAIN_TEXT
     own_graphs: bool = True
     """Whether this package's graphs train; else an engine of published runs (`Parallelism.own_graphs`)."""
@@ -154,6 +154,7 @@ def _jobs(request: PlanRequest) -> Iterator[Parallelism]:
                         precision=request.precision,
                         own_graphs=request.own_graphs,
                         muon=request.muon,
+                        **request.task.optimizer_bytes,
                     )
                     yield from _variants(request, base)
 

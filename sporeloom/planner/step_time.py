@@ -13,7 +13,6 @@ from sporeloom.planner.cluster import Cluster, Overlap
 from sporeloom.planner.dimensions import Dimensions
 from sporeloom.planner.members import pairs
 from sporeloom.planner.memory import (
-    MOMENTS,
     cut_parameters,
     expert_parameters,
     expert_shards,
@@ -380,7 +379,7 @@ def _offload(dims: Dimensions, job: Parallelism, cluster: Cluster, compute: floa
     link = cluster.host_gb_per_s * 1e9
     away = max(job.offloaded_layers, default=0) * layer_activations(dims, job, "none") * job.num_microbatches / link
     exposed = max(0.0, away - compute / 3) + max(0.0, away - compute * 2 / 3)
-    moments = MOMENTS * adapters if adapters and job.optimizer_on_host else max(moments_on_host(dims, job))
+    moments = job.moment_bytes * adapters if adapters and job.optimizer_on_host else max(moments_on_host(dims, job))
     return exposed + 2 * moments / link
 
 

@@ -24,8 +24,9 @@ from sporeloom.models.family import size_config
 from sporeloom.models.slots import num_slots_for
 from sporeloom.planner.closed_forms import parameter_bytes
 from sporeloom.planner.dimensions import Dimensions, of_decoder
-from sporeloom.planner.memory import MOMENTS, StageMemory, head_columns, layer_activations, stage_memory
+from sporeloom.planner.memory import StageMemory, head_columns, layer_activations, stage_memory
 from sporeloom.planner.parallelism import Parallelism
+from sporeloom.strategy.flags import StateDtype
 
 TaskName = Literal["pretraining", "sft", "reward", "dpo", "grpo", "ppo"]
 SAMPLING = ("grpo", "ppo")
@@ -61,6 +62,13 @@ class TrainedTask:
     has_reference: bool = False
     """Whether log-probabilities of the initial model are needed, too."""
     reward_model: ModelConfig | None = None
+    optimizer_state_dtype: StateDtype = "float32"
+
+    @property
+    def optimizer_bytes(self) -> dict[str, int]:
+        """Bytes of master weights and AdamW's moments for each parameter, as arguments of `Parallelism`."""
+        moments = 4 if self.optimizer_state_dtype == "bfloat16" else 8
+        return {"optimizer_bytes": 4 + moments, "moment_bytes": moments}
 
     @property
     def has_drops(self) -> bool:
@@ -89,7 +97,9 @@ class TrainedTask:
 
     def about(self) -> dict[str, Any]:
         """The task's part in the graph's identity, as JSON data."""
-        return {"name": self.name, "reference": self.has_reference, "lora": self.lora and dataclasses.asdict(self.lora)}
+        narrow = {"optimizer_state_dtype": "bfloat16"} if self.optimizer_state_dtype == "bfloat16" else {}
+        lora = self.lora and dataclasses.asdict(self.lora)
+        return {"name": self.name, "reference": self.has_reference, "lora": lora, **narrow}
 
     def describe(self) -> str:
         """Short text for reports; empty for pretraining."""
@@ -97,6 +107,7 @@ class TrainedTask:
         parts += [f"adapters of rank {self.lora.r}"] if self.lora else []
         parts += ["a reference model"] if self.has_copy else []
         parts += ["a reward model"] if self.reward_model else []
+        parts += ["moments in bfloat16"] if self.optimizer_state_dtype == "bfloat16" else []
         return ", ".join(parts)
 
 
@@ -108,7 +119,8 @@ def task_from(about: Mapping[str, Any] | None, model: ModelConfig) -> TrainedTas
     if about is None:
         return PLAIN_TEXT
     lora = LoRAConfig(**about["lora"]) if about["lora"] else None
-    return TrainedTask(about["name"], lora, model, about["reference"])
+    states = about.get("optimizer_state_dtype", "float32")
+    return TrainedTask(about["name"], lora, model, about["reference"], optimizer_state_dtype=states)
 
 
 def task_problems(flags: TaskFlags, is_training: bool = True) -> list[str]:
@@ -213,8 +225,8 @@ def task_memory(dims: Dimensions, job: Parallelism, task: TrainedTask) -> list[S
 def _of_adapters(job: Parallelism, of_all: float, count: int) -> float:
     """Bytes of all master weights, and of the optimizer state of `count` adapter parameters."""
     if job.optimizer_on_host:  # where all moments are already
-        return of_all + (job.optimizer_bytes - MOMENTS) * count
-    return of_all * (job.optimizer_bytes - MOMENTS) / job.optimizer_bytes + job.optimizer_bytes * count
+        return of_all + (job.optimizer_bytes - job.moment_bytes) * count
+    return of_all * (job.optimizer_bytes - job.moment_bytes) / job.optimizer_bytes + job.optimizer_bytes * count
 
 
 def auxiliary_bytes(dims: Dimensions, job: Parallelism, task: TrainedTask) -> list[dict[str, float]]:

@@ -19,6 +19,7 @@ from sporeloom.core.files import write_atomically
 from sporeloom.core.reader import read_json
 from sporeloom.parallel.report import Report
 from sporeloom.runtime.engine import Engine
+from sporeloom.runtime.spmd.program import storage
 from sporeloom.strategy.tensor_slice import TensorSlice
 
 WAIT_S = 1800.0
@@ -42,7 +43,7 @@ def gather_whole(
             continue
         part = engine.slice_to_write(parameter.name, report.of(parameter.name))
         if part is not None:
-            parts[parameter.name] = parameter.asnumpy().copy()  # the graph continues to write its own buffer
+            parts[parameter.name] = storage(parameter).asnumpy().copy()  # the graph continues to write its own buffer
             places[parameter.name] = [part.start, part.shape]
     if engine.strategy.mesh.size == 1:
         return parts

@@ -316,6 +316,20 @@ def adapter_problems(strategy: Strategy) -> list[str]:
     return [problem] if _reshards_by_mindspore(strategy) else []
 
 
+def state_problems(strategy: Strategy) -> list[str]:
+    """List the settings that need optimizer states in float32."""
+    flag, problems = "--optimizer-state-dtype bfloat16", []
+    if strategy.mesh.size > 1 and not strategy.is_spmd:
+        problems.append(
+            f"{strategy.at('engine')}: {flag} is for engine: spmd, not for MindSpore's partitioner; change either"
+        )
+    if strategy.optimizer_on_host:
+        problems.append(
+            f"{strategy.at('offload.optimizer')}: moments in the host's memory are float32; leave out {flag} or it"
+        )
+    return problems
+
+
 def check_own_network(strategy: Strategy) -> None:
     """Refuse settings that work for the model families only.
 

@@ -5,9 +5,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from sporeloom.core.command_line import option
+
+StateDtype = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateFlags:
+    """Number type of the optimizer's states."""
+
+    optimizer_state_dtype: StateDtype = option(
+        "float32",
+        "number type of AdamW's moments and Muon's momentum; bfloat16 takes half the memory: updates are computed in "
+        "float32, and the new states rounded stochastically",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from sporeloom.data.examples import LineTokenizer
 from sporeloom.data.loader import Loader
 from sporeloom.data.megatron import MegatronLoader
 from sporeloom.data.random_ltd import draw_kept
+from sporeloom.data.streaming import StreamLoader
 from sporeloom.tasks.samples import PromptSampler
 from sporeloom.train.data import open_loader, tokenizer_path
 from sporeloom.train.samples import Sampler
@@ -27,7 +28,9 @@ from sporeloom.train.validation_data import open_sets
 class Pretraining(Task):
     """Batches of a blend of token files, or of Megatron-LM's files."""
 
-    loader: Loader | MegatronLoader
+    loader: Loader | MegatronLoader | StreamLoader
+    step = 0
+    """Number of steps done."""
     layer_tokens = 0
     """Number of tokens of all steps, counted once for each layer that processed them; with random-LTD."""
 
@@ -85,17 +88,20 @@ class Pretraining(Task):
         return (batch, length) if kept == length else (batch, length, kept)
 
     def metrics(self, step: int, counts: NDArray[np.float32] | None) -> dict[str, Any]:
-        dropping, sizes = self.run.random_ltd, self.run.sizes
+        dropping, sizes, self.step = self.run.random_ltd, self.run.sizes, step + 1
         if not dropping:
             return super().metrics(step, counts)
         self.layer_tokens += dropping.layer_tokens(step, sizes)
         return {"kept_tokens": dropping.kept(step, sizes.of_step(step)[1]), "consumed_layer_tokens": self.layer_tokens}
 
     def state(self) -> dict[str, Any]:
-        return {"consumed_layer_tokens": self.layer_tokens} if self.run.random_ltd else {}
+        streamed = self.loader.state(self.step) if isinstance(self.loader, StreamLoader) else {}
+        return {"consumed_layer_tokens": self.layer_tokens} | streamed if self.run.random_ltd else streamed
 
     def restore(self, state: dict[str, Any]) -> None:
         self.layer_tokens = state.get("consumed_layer_tokens", 0)
+        if isinstance(self.loader, StreamLoader):
+            self.loader.restore(state)
 
     def first_token(self, step: int) -> int:
         return self.loader.first_token(step)

@@ -23,7 +23,14 @@ from sporeloom.models.family import with_precision
 from sporeloom.models.parameters import parameter_shapes
 from sporeloom.runtime.environment import is_first_process
 from sporeloom.strategy.certificate import check_certificate, covered_settings
-from sporeloom.strategy.checks import adapter_problems, batch_problems, group_problems, launch_problems, model_problems
+from sporeloom.strategy.checks import (
+    adapter_problems,
+    batch_problems,
+    group_problems,
+    launch_problems,
+    model_problems,
+    state_problems,
+)
 from sporeloom.strategy.config import SINGLE_DEVICE, Strategy
 from sporeloom.strategy.loader import load_strategy
 from sporeloom.train.config import Run, TrainingConfig
@@ -105,6 +112,10 @@ def check(config: TrainingConfig, num_processes: int | None) -> Run:
 
 
 def _ema_and_certificate(config: TrainingConfig) -> Iterator[str]:
+    if config.certificate and config.optimizer_state_dtype != "float32":
+        yield (
+            f"--certificate {config.certificate}: it covers runs without --optimizer-state-dtype bfloat16; leave either out"
+        )
     if config.certificate and config.ema_decay:
         yield f"--certificate {config.certificate}: it covers runs without --ema-decay; leave either out"
 
@@ -218,6 +229,13 @@ def is_sharded(strategy: Strategy) -> bool:
 
 
 def _optimizer_problems(config: TrainingConfig, strategy: Strategy) -> Iterator[str]:
+    if config.optimizer_state_dtype == "bfloat16":
+        yield from state_problems(strategy)
+        if not config.optimizer.startswith(("adamw", "muon")):
+            yield (
+                f"--optimizer-state-dtype bfloat16: AdamW's moments and Muon's momentum can be bfloat16, not the states of "
+                f"--optimizer {config.optimizer}; leave it out"
+            )
     if config.optimizer == "muon" and strategy.engine == "mindspore" and is_sharded(strategy):
         yield (
             f"{strategy.at('engine')}: --optimizer muon needs full matrices, which MindSpore's partitioner shards; give "

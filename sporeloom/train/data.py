@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ from sporeloom.data.megatron import MegatronLoader
 from sporeloom.data.packing import Arrangement, BestFit, ShuffledStream, Stream, save_packing
 from sporeloom.data.passages import sample_passages
 from sporeloom.data.sources import DocumentSource
+from sporeloom.data.streaming import StreamLoader
 from sporeloom.data.token_file import TokenFile
 from sporeloom.data.tokenize import TokenizeJob, tokenize
 from sporeloom.data.tokenizer import Tokenizer, content_hash, find_tokenizer, folder_tokenizer, load_tokenizer
@@ -27,18 +29,31 @@ from sporeloom.models.family import family_module
 from sporeloom.train.config import Run
 
 
-def open_loader(run: Run, rank: int) -> tuple[Tokenizer, Loader | MegatronLoader]:
+def open_loader(run: Run, rank: int) -> tuple[Tokenizer, Loader | MegatronLoader | StreamLoader]:
     """Open tokenizer and loader of a run of any kind of data.
 
     Raises:
         ConfigError: the tokenizer or the data do not fit the model.
     """
+    if run.data.stream is not None:
+        return _streamed(run, rank)
     if run.data.megatron is None:
         return prepare_data(run, rank)
     assert run.config.tokenizer
     tokenizer = load_tokenizer(run.family, run.config.tokenizer, run.model)
     sizes = run.model.eod_id, run.model.vocab_size
     return tokenizer, MegatronLoader(run.data.megatron, run.sizes, run.config.steps, *sizes, _rows(run, rank))
+
+
+def _streamed(run: Run, rank: int) -> tuple[Tokenizer, StreamLoader]:
+    """Open tokenizer and loader of text that is tokenized while the run trains."""
+    config: Any = run.config
+    tokenizer = load_tokenizer(run.family, config.tokenizer, run.model)
+    ids = {"eod_id": run.model.eod_id, "loss_ignore_id": run.model.loss_ignore_id}
+    content = content_hash(config.tokenizer)
+    return tokenizer, StreamLoader(
+        run.data.stream, tokenizer, content, run.sizes, config.seed, config.shuffle_block, _rows(run, rank), **ids
+    )
 
 
 def tokenizer_path(run: Run) -> Path:

@@ -13,7 +13,7 @@ from sporeloom.core.command_line import option, run_file
 from sporeloom.core.numbers import Count, Natural, NotNegative, Positive, Rate
 from sporeloom.models.config import AttentionKernel, ComputeDtype
 from sporeloom.strategy.config import Strategy
-from sporeloom.strategy.flags import StrategyFlags
+from sporeloom.strategy.flags import StateFlags, StrategyFlags
 
 Optimizer = Literal["adamw-original", "adamw", "muon", "sgd", "adafactor", "adafactor-factored"]
 MuonScale = Literal["spectral", "shape", "unit-rms"]
@@ -116,7 +116,7 @@ class ParallelFlags(StrategyFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerFlags:
+class OptimizerFlags(StateFlags):
     """The optimizer and its maximum learning rate."""
 
     heading: ClassVar[str] = "optimizer"

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from mindspore import Parameter, Tensor, nn
 
@@ -23,7 +24,7 @@ from sporeloom.core.log import milestone
 from sporeloom.models.adapters import is_adapter
 from sporeloom.parallel.report import Report
 from sporeloom.runtime.engine import Engine
-from sporeloom.runtime.spmd.program import Source
+from sporeloom.runtime.spmd.program import Source, storage
 from sporeloom.strategy.tensor_slice import TensorSlice
 from sporeloom.train.saving import WEIGHTS, logical_name, state_parameters, whole_on_every_rank, whole_shape
 
@@ -222,7 +223,8 @@ def _hold_all(parts: Iterable[Part], engine: Engine) -> None:
 def _hold(parameter: Parameter, part: TensorSlice | None, read: Callable[[TensorSlice], Any]) -> None:
     """Set a parameter to the shard that this rank computes with, if it has one."""
     if part is not None and tuple(parameter.shape) == part.shape:
-        data = Tensor(np.ascontiguousarray(read(part)), dtype=parameter.dtype)
-        parameter.set_data(
-            data, slice_shape=parameter.sliced
+        array, holder = np.ascontiguousarray(read(part)), storage(parameter)
+        array = array.astype(np.float32) if array.dtype == ml_dtypes.bfloat16 else array
+        holder.set_data(
+            Tensor(array, dtype=holder.dtype), slice_shape=parameter.sliced
         )  # otherwise MindSpore would slice it again for the next graph

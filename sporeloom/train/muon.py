@@ -17,9 +17,10 @@ from typing import Any, Literal
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore import dtype as mstype
 
+from sporeloom.strategy.flags import StateDtype
 from sporeloom.train.flags import MuonIteration, MuonScale
 from sporeloom.train.groups import Scales
-from sporeloom.train.optim import AdamW
+from sporeloom.train.narrow_states import Rounding, adamw, narrow_states
 
 Phase = tuple[tuple[float, float, float], int]
 """Coefficients of an iteration, and the number of iterations with them."""
@@ -143,6 +144,7 @@ class Muon(nn.Cell):
         splits: rows of fused matrices by parameter name.
         adam_rate_factor: times the learning rate for AdamW's parameters.
         scales: learning rate factor and weight decay of each parameter, where groups of them have their own.
+        state_dtype: number type of momenta and moments.
 
     Raises:
         ValueError: a split that does not fit its matrix.
@@ -166,6 +168,7 @@ class Muon(nn.Cell):
         beta2: float = 0.95,
         adam_epsilon: float = 1e-8,
         scales: Scales | None = None,
+        state_dtype: StateDtype = "float32",
     ):
         super().__init__(auto_prefix=False)
         self.parameters = ParameterTuple(parameters)
@@ -173,13 +176,18 @@ class Muon(nn.Cell):
         self.muon_places = tuple(i for i, is_it in enumerate(chosen) if is_it)
         self.adam_places = tuple(i for i, is_it in enumerate(chosen) if not is_it)
         self.matrices = ParameterTuple([parameters[i] for i in self.muon_places])
-        self.momenta = self.matrices.clone(prefix="adam_m", init="zeros")
+        self.is_narrow = state_dtype == "bfloat16"
+        if self.is_narrow:
+            self.momenta, self.dtype = narrow_states(self.matrices, "adam_m"), mstype.bfloat16
+            self.rounding = Rounding(self.matrices, "muon_rounding")
+        else:
+            self.momenta = self.matrices.clone(prefix="adam_m", init="zeros")
         for state in self.momenta:
             state.requires_grad = False
         others = [parameters[i] for i in self.adam_places]
         of_adam = scales.of(self.adam_places) if scales else None
         adam = (beta1, beta2, adam_epsilon, weight_decay)
-        self.adam = AdamW(others, *adam, bias_correction=True, scales=of_adam) if others else None
+        self.adam = adamw(others, state_dtype, *adam, bias_correction=True, scales=of_adam) if others else None
         self.nesterov, self.weight_decay, self.adam_rate_factor = nesterov, weight_decay, adam_rate_factor
         dtype = self.matrices[0].dtype if self.muon_places else mstype.float32
         self.momentum = Tensor(momentum, dtype)
@@ -200,13 +208,15 @@ class Muon(nn.Cell):
             decays = own.decays_or([weight_decay] * len(self.muon_places))
             self.factors = tuple(Tensor(factor, dtype) for factor in own.factors)
             self.decays = tuple(Tensor(d * f, dtype) for d, f in zip(decays, own.factors, strict=True))
-        self.assign, self.assign_sub = ops.Assign(), ops.AssignSub()
+        self.assign, self.assign_sub, self.cast = ops.Assign(), ops.AssignSub(), ops.Cast()
 
     def prepare(self, update: int, learning_rate: float) -> None:
         """Set the numbers of an update, counted from 1; steps that update nothing are not counted."""
         self.rate.set_data(Tensor(learning_rate, self.rate.dtype))
         decay = learning_rate * (1.0 if self.is_grouped else self.weight_decay)
         self.decay.set_data(Tensor(decay, self.decay.dtype))
+        if self.is_narrow:
+            self.rounding.prepare(update)
         if self.adam:
             self.adam.prepare(update, learning_rate * self.adam_rate_factor)
 
@@ -219,7 +229,11 @@ class Muon(nn.Cell):
         done = ()
         for i in range(len(self.muon_places)):
             gradient, weight = gradients[self.muon_places[i]], self.matrices[i]
-            state = self.assign(self.momenta[i], momentum * self.momenta[i] + gradient)
+            if self.is_narrow:
+                state = momentum * self.cast(self.momenta[i], mstype.float32) + gradient
+                done = (*done, self.assign(self.momenta[i], self.rounding(state, i, 0)))
+            else:
+                state = self.assign(self.momenta[i], momentum * self.momenta[i] + gradient)
             used = gradient + momentum * state if self.nesterov else state
             if self.is_grouped:
                 update = self.factors[i] * rate * self.orthogonalizers[i](used)

@@ -92,8 +92,7 @@ class AdamW(nn.Cell):
         super().__init__(auto_prefix=False)
         self.update = _adam_on_host if on_host else _adam
         self.parameters = ParameterTuple(parameters)
-        self.moments1 = self.parameters.clone(prefix="adam_m", init="zeros")
-        self.moments2 = self.parameters.clone(prefix="adam_v", init="zeros")
+        self.moments1, self.moments2 = self.states("adam_m"), self.states("adam_v")
         self.beta1, self.beta2 = beta1, beta2
         self.epsilon, self.weight_decay, self.bias_correction = epsilon, weight_decay, bias_correction
         self.rate, self.adapted_epsilon, self.decay = (
@@ -107,6 +106,10 @@ class AdamW(nn.Cell):
             own = [weight_decay if is_it else 0.0 for is_it in self.decayed]
             self.factors, self.decays = scales.factors, scales.decays_or(own)
         self.map = ops.HyperMap()
+
+    def states(self, prefix: str) -> ParameterTuple:
+        """Create a state of zeros for each parameter."""
+        return self.parameters.clone(prefix=prefix, init="zeros")
 
     def prepare(self, update: int, learning_rate: float) -> None:
         """Set the numbers of an update, counted from 1; steps that update nothing are not counted."""

@@ -19,6 +19,7 @@ from sporeloom.data.megatron import MegatronData, is_megatron, read_megatron
 from sporeloom.data.packing import Packing
 from sporeloom.data.random_ltd import RandomLTD
 from sporeloom.data.sample_order import MAX_STEPS, Sizes, growing_seq_lens, ramped_batch_sizes
+from sporeloom.data.streaming import StreamedText
 from sporeloom.data.token_file import is_token_file
 from sporeloom.data.tokenizer import content_hash, find_tokenizer
 from sporeloom.models.config import ModelConfig
@@ -38,6 +39,8 @@ class PlainText(NamedTuple):
     """Token files."""
     megatron: MegatronData | None = None
     """Megatron-LM's indexed files, in its own order."""
+    stream: StreamedText | None = None
+    """Text that is tokenized while the run trains."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +90,19 @@ class TrainConfig(RandomLTDFlags, ValidationFlags, SizeFlags, TrainingConfig):
         "(.jsonl with a "
         "`text` field, .txt with blank lines between documents, ...)",
     )
+    key: str = option("text", "with --streaming: column of tables and field of JSON lines with the text")
+    split: str | None = option(
+        None,
+        "with --streaming: split of a dataset, by a word in the names of its files or folders (default: all files)",
+    )
+    streaming: bool = option(
+        False,
+        "tokenize the text of --data, such as Parquet files or a dataset that Hugging Face datasets saved, while training: "
+        "no token files are made",
+    )
+    shuffle_block: Count = option(
+        1024, "with --streaming: number of sequences that are shuffled together, and kept in memory"
+    )
     packing: Packing = option(
         "stream",
         "packing of documents into sequences: stream (windows over all tokens), shuffled (documents in a new order "
@@ -132,6 +148,8 @@ class TrainConfig(RandomLTDFlags, ValidationFlags, SizeFlags, TrainingConfig):
         return f"{self.model} {self.size}"
 
     def read_data(self, model: ModelConfig | None, seq_len: int) -> PlainText:
+        if self.streaming:
+            return PlainText(None, None, stream=StreamedText(self.data, self.key, self.split))
         if self.data.suffix not in BLENDS and not is_token_file(self.data):
             return PlainText(read_documents(self.data), None)
         if is_megatron(self.data):
@@ -154,6 +172,7 @@ class TrainConfig(RandomLTDFlags, ValidationFlags, SizeFlags, TrainingConfig):
 
     def problems(self) -> Iterator[str]:
         yield from validation_problems(self, check_text)
+        yield from _streaming_problems(self)
         if self.packing == "best-fit" and self.seq_len_growth:
             yield "--packing best-fit: sequences of one length only; leave out --seq-len-growth"
         if self.curriculum:
@@ -179,6 +198,27 @@ class TrainConfig(RandomLTDFlags, ValidationFlags, SizeFlags, TrainingConfig):
             require_steps=self.random_ltd_require_steps or self.steps,
             seq_per_step=self.random_ltd_seq_per_step,
         )
+
+
+def _streaming_problems(config: TrainConfig) -> Iterator[str]:
+    """List the flags that text which is tokenized while training leaves no choice for."""
+    if not config.streaming:
+        given = {"--key": config.key != "text", "--split": config.split is not None}
+        yield from (f"{flag}: is read with --streaming alone; give it, too" for flag, is_it in given.items() if is_it)
+        return
+    if config.tokenizer is None:
+        yield "--streaming: the text is not read before the run; give a --tokenizer, or a checkpoint that has one"
+    if config.data.suffix in BLENDS or is_token_file(config.data):
+        yield f"--streaming: {config.data} is tokenized already; leave --streaming out"
+    wrong = {
+        "--packing": config.packing != "stream",
+        "--curriculum": config.curriculum is not None,
+        "--seq-len-growth": bool(config.seq_len_growth),
+        "--data-budget": config.data_budget,
+    }
+    yield from (
+        f"{flag}: needs token files, which --streaming does not make; leave either out" for flag in wrong if wrong[flag]
+    )
 
 
 def _megatron_problems(config: TrainConfig) -> Iterator[str]:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from sporeloom.parallel.report import Report
 from sporeloom.parallel.step import TrainStep
 from sporeloom.runtime.engine import Engine
+from sporeloom.runtime.spmd.program import storage
 from sporeloom.train.saving import ACCUMULATED
 
 
@@ -57,7 +58,7 @@ def _held(engine: Engine, step: TrainStep, report: Report) -> dict[str, Paramete
         is_reported = bool({name, name.partition(".")[2]} & report.by_name.keys())
         others = is_reported and engine.held_slice(name, tuple(report.of(name).global_shape)) is None
         if not others and not name.startswith(ACCUMULATED):  # other stages' parameters are in the step, too
-            found[name] = parameter
+            found[name] = storage(parameter)
     return found
 
 

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import mindspore as ms
+import ml_dtypes
 import numpy as np
 from mindspore import Parameter, nn
+from mindspore import dtype as mstype
 
 from sporeloom.checkpoint.contents import BESIDE_WEIGHTS, FACTORED, MOMENTS, state_shape
 from sporeloom.checkpoint.sharded import (
@@ -30,6 +32,7 @@ from sporeloom.core.log import milestone
 from sporeloom.models.adapters import is_adapter
 from sporeloom.parallel.report import Report
 from sporeloom.runtime.engine import Engine
+from sporeloom.runtime.spmd.program import storage
 from sporeloom.strategy.tensor_slice import TensorSlice
 
 WEIGHTS = "model."
@@ -193,7 +196,9 @@ class Saver:
             else:
                 part = self.engine.slice_to_write(name, self.report.of(name))
             if part is not None:
-                array = parameter.asnumpy().copy()  # the graph continues to write into its own buffers
+                array = storage(parameter).asnumpy().copy()  # the graph continues to write into its own buffers
+                if parameter.dtype == mstype.bfloat16:
+                    array = array.astype(ml_dtypes.bfloat16)
                 result[logical_name(name)] = LocalTensor(array, part.start, shape)
         return result
 

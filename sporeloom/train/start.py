@@ -38,6 +38,7 @@ from sporeloom.train.history import History
 from sporeloom.train.loading import leave_undrawn
 from sporeloom.train.loss_scale import LossScale
 from sporeloom.train.muon import ITERATIONS, Muon
+from sporeloom.train.narrow_states import adamw
 from sporeloom.train.optim import SGD, AdamW
 from sporeloom.train.profile import Profile
 from sporeloom.train.run_summary import RunTimes
@@ -247,8 +248,9 @@ def _optimizer(run: Run, engine: Engine, net: nn.Cell, report: Report) -> AdamW 
             weight_decay=run.config.weight_decay,
             scales=scales,
         )
-    return AdamW(
+    return adamw(
         weights,
+        run.config.optimizer_state_dtype,
         beta1=run.config.adam_beta1,
         beta2=run.config.adam_beta2,
         epsilon=run.config.adam_epsilon,
@@ -283,6 +285,7 @@ def _muon(run: Run, weights: list[Parameter], report: Report, scales: Scales | N
         beta2=config.adam_beta2,
         adam_epsilon=config.adam_epsilon,
         scales=scales,
+        state_dtype=config.optimizer_state_dtype,
     )
 
 
@@ -296,6 +299,7 @@ def optimizer_settings(run: Run) -> dict[str, Any]:
     return {
         **({name: getattr(config, name) for name in names} if config.optimizer == "muon" else {}),
         "name": config.optimizer,
+        "optimizer_state_dtype": config.optimizer_state_dtype,
         "adam_beta1": config.adam_beta1,
         "adam_beta2": config.adam_beta2,
         "adam_epsilon": config.adam_epsilon,

@@ -30,6 +30,7 @@ UNSAID = {
     **{"advantage": "group", "reward_kl_coef": 0.0, "ema_decay": 0.0},
     **{"max_resamples": 0, "overlong_buffer": 0, "overlong_penalty": 1.0, "mask_truncated_completions": False},
     "lmbda": 0.0,
+    "optimizer_state_dtype": "float32",
 }
 """Values of settings that checkpoints of earlier releases do not name."""
 SCHEDULE = ("learning_rate", "min_learning_rate", "warmup_steps", "decay_steps")

@@ -160,7 +160,8 @@ def train_dropping(family, config, strategy, out):
 
 
 def train_optimizer(path: str, options: list[str], out: str) -> None:
-    """Five steps of Adafactor, or with the option `muon` of Muon. Writes OUT.json (losses) and OUT.npz (weights)."""
+    """Five steps of Adafactor, or with the option `muon` of Muon, with `narrow` and bfloat16 states. Writes OUT.json (losses)
+    and OUT.npz (weights)."""
     strategy = SINGLE_DEVICE if path == "one_device" else load_strategy(path)
     family, size, changes = MODELS[next(option for option in options if option in MODELS)]
     config = dataclasses.replace(size_config(family, size), num_layers=2, **SMALL, **changes)
@@ -173,7 +174,9 @@ def train_optimizer(path: str, options: list[str], out: str) -> None:
     weights = net.trainable_params()
     shares, all_reduce = report.norm_shares([weight.name for weight in weights], engine.rank), engine.all_reduce()
     if "muon" in options:
-        optimizer = Muon(weights, is_orthogonalized, adam_epsilon=1e-3)  # rounding must not decide a sign
+        states = "bfloat16" if "narrow" in options else "float32"
+        # rounding must not decide a sign
+        optimizer = Muon(weights, is_orthogonalized, adam_epsilon=1e-3, state_dtype=states)
     else:
         optimizer = Adafactor(weights, shares, all_reduce, "factored" in options, weight_decay=1.0)
     step = TrainStep(wrap(net, strategy), optimizer, report, engine.rank, all_reduce).set_train()

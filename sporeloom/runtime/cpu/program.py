@@ -7,15 +7,14 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import mindspore as ms
-from mindspore import Parameter, Tensor, nn
+from mindspore import Tensor, nn
 
 from sporeloom.core.errors import ConfigError
 from sporeloom.runtime.cpu.find_nan import NanFinder
 from sporeloom.runtime.cpu.lowering import lower
 from sporeloom.runtime.cpu.recorder import FlightRecorder
 from sporeloom.runtime.cpu.transport import Transport
-from sporeloom.runtime.spmd.program import LoadedProgram, materialize
+from sporeloom.runtime.spmd.program import LoadedProgram, in_float32, materialize
 from sporeloom.runtime.spmd.rank_graph import RankGraph
 from sporeloom.runtime.trace import TRACE, now
 
@@ -45,7 +44,7 @@ class Program(LoadedProgram):
         owners = {parameter.name: parameter for parameter in cell.get_parameters()}
         materialize(owners.values(), graph)
         for widened in self.widened.parameters:
-            owners[widened] = _in_float32(owners[widened])
+            owners[widened] = in_float32(owners[widened])
         super().__init__(graph, owners)
 
     def run(self, inputs: Sequence[Tensor]) -> Any:
@@ -61,10 +60,3 @@ class Program(LoadedProgram):
             raise
         finally:
             TRACE.add("graph", self.name, begin)
-
-
-def _in_float32(parameter: Parameter) -> Parameter:
-    """The float32 copy of a bfloat16 parameter, such as a cache, which all programs share."""
-    if not hasattr(parameter, "in_float32"):
-        parameter.in_float32 = Parameter(parameter.astype(ms.float32), requires_grad=False)
-    return parameter.in_float32

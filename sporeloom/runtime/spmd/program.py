@@ -82,6 +82,18 @@ class LoadedProgram:
         return self.cell(*inputs)
 
 
+def in_float32(parameter: Parameter) -> Parameter:
+    """The float32 copy of a bfloat16 parameter, such as a cache or a moment, which all programs of CPU processes share."""
+    if not hasattr(parameter, "in_float32"):
+        parameter.in_float32 = Parameter(parameter.astype(ms.float32), requires_grad=False)
+    return parameter.in_float32
+
+
+def storage(parameter: Parameter) -> Parameter:
+    """The parameter that holds the value: the float32 copy, where CPU processes compute with one."""
+    return getattr(parameter, "in_float32", parameter)
+
+
 def materialize(parameters: Any, graph: RankGraph) -> None:
     """Initialize each parameter, then keep this rank's shard of it.
 

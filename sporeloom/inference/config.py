@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from sporeloom.checkpoint.model_folder import load_text_config
 from sporeloom.core.command_line import option
@@ -32,6 +32,7 @@ from sporeloom.inference.stopping import StopCondition, at_closed_brace, at_dede
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import family_module
 from sporeloom.models.slots import num_slots_for
+from sporeloom.models.weight_formats import WEIGHTS_HELP, WeightName
 from sporeloom.strategy.checks import launch_problems, model_problems
 from sporeloom.strategy.config import SINGLE_DEVICE, Strategy
 from sporeloom.strategy.flags import StrategyFlags
@@ -48,9 +49,7 @@ class ComputeFlags(StrategyFlags):
     common: ClassVar[tuple[str, ...]] = ("weights",)
 
     tokenizer: Path | None = option(None, "tokenizer of the family: a file or a folder (default: the checkpoint's)")
-    weights: Literal["float32", "int8"] = option(
-        "float32", "number type of weights; int8: a quarter of the memory, with one scale for each output channel"
-    )
+    weights: WeightName = option("float32", WEIGHTS_HELP)
     domain: Natural | None = option(None, "domain of all texts, for models with domain-routed experts (default: none)")
 
     def read_model(self, checkpoint: Path) -> tuple[str, ModelConfig]:
@@ -199,7 +198,7 @@ def _tokenizer(config: GenerateConfig, family: str, model: ModelConfig) -> Token
 
 def _draft(config: GenerateConfig, family: str, model: ModelConfig) -> DraftModel | None:
     tokenizer = config.tokenizer or find_tokenizer(family, config.checkpoint)
-    return read_draft(config, (family, model), tokenizer, config.domain, config.weights == "int8")
+    return read_draft(config, (family, model), tokenizer, config.domain, config.weights)
 
 
 def _all_in_form(

@@ -283,6 +283,8 @@ typedef struct {
   const float *scale, *bias;
   float *y;
   int64_t m, k, n;
+  const uint8_t *zero; /* of int4: zero points of groups of so many columns */
+  int64_t group;
 } Product;
 
 /* What rows i .. of m ask for: each its share of `next`, the slice of w that is worked on then, so that memory is never idle
@@ -334,17 +336,7 @@ static inline Ahead to_ask(int64_t i, int64_t m, const char *w, const char *next
   /* Not 0: there is no memory. */                                                                                     \
   static int NAME(const float *x, const TYPE *w, const float *scale, const float *bias, float *y, int64_t m,           \
                   int64_t k, int64_t n) {                                                                              \
-    const int64_t most = m < PANEL ? m : PANEL;                                                                        \
-    float *packed = m > 1 ? aligned_alloc(LINE, most * k * sizeof(float)) : NULL;                                      \
-    if (m > 1 && !packed) return 1;                                                                                    \
-    for (int64_t i = 0, rows; i < m; i += rows) {                                                                      \
-      rows = m - i < most ? m - i : most;                                                                              \
-      if (packed) side_by_side(packed, x + i * k, rows, k);                                                            \
-      const Product with = {packed ? packed : x, w, scale, bias, y + i * n, rows, k, n};                               \
-      in_parallel(NAME##_columns, &with, n / ROWS, rows *n *k);                                                        \
-    }                                                                                                                  \
-    free(packed);                                                                                                      \
-    return 0;                                                                                                          \
+    return in_panels(NAME##_columns, (Product){x, w, scale, bias, y, m, k, n, NULL, 0});                               \
   }
 
 /* Rows of x (M, K) in slices of columns, a slice in groups of ROWS, of which LANES columns each lie together: rows at a
@@ -360,8 +352,124 @@ static void side_by_side(float *packed, const float *x, int64_t m, int64_t k) {
   }
 }
 
+/* A product by `columns`, PANEL rows of x at once. Not 0: there is no memory. */
+static int in_panels(Work columns, Product p) {
+  const float *x = p.x;
+  const int64_t m = p.m, most = m < PANEL ? m : PANEL;
+  float *packed = m > 1 ? aligned_alloc(LINE, most * p.k * sizeof(float)) : NULL;
+  if (m > 1 && !packed) return 1;
+  for (int64_t i = 0; i < m; i += p.m, p.y += p.m * p.n) {
+    p.m = m - i < most ? m - i : most;
+    if (packed) side_by_side(packed, x + i * p.k, p.m, p.k);
+    p.x = packed ? packed : x;
+    in_parallel(columns, &p, p.n / ROWS, p.m * p.n * p.k);
+  }
+  free(packed);
+  return 0;
+}
+
 PRODUCT(product, float, load)
 PRODUCT(product8, int8_t, load8)
+
+/* int4: 2 * LANES columns of a row in LANES bytes, the first half of them in the low bits. An entry is (q - zero) * scale of its
+ * group, rounded once, as the operators have it: where the processor can choose from 16 floats, a group's are computed once. */
+#define ZERO 8 /* where groups have no zero point of their own */
+#if defined(__AVX512F__)
+typedef vec Levels;
+static inline Levels levels(float scale, float zero) {
+  return ((vec){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} - zero) * scale;
+}
+static inline vec load4(const uint8_t *from, Levels of, int half) {
+  const __m512i q = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from)); /* the choice is by the 4 lowest bits */
+  return (vec)_mm512_permutexvar_ps(half ? _mm512_srli_epi32(q, 4) : q, (__m512)of);
+}
+#else
+typedef struct {
+  float scale, zero;
+} Levels;
+static inline Levels levels(float scale, float zero) { return (Levels){scale, zero}; }
+static inline vec load4(const uint8_t *from, Levels of, int half) {
+  vec v;
+#if defined(__AVX2__)
+  __m128i q = _mm_loadu_si128((const __m128i *)from);
+  q = _mm_and_si128(half ? _mm_srli_epi16(q, 4) : q, _mm_set1_epi8(15));
+  for (int i = 0; i < LANES; i += 8, q = _mm_unpackhi_epi64(q, q)) {
+    const __m256 part = _mm256_sub_ps(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(q)), _mm256_set1_ps(of.zero));
+    const __m256 scaled = _mm256_mul_ps(part, _mm256_set1_ps(of.scale));
+    memcpy((float *)&v + i, &scaled, sizeof scaled);
+  }
+#else
+  for (int i = 0; i < LANES; ++i) v[i] = ((half ? from[i] >> 4 : from[i] & 15) - of.zero) * of.scale;
+#endif
+  return v;
+}
+#endif
+
+/* sums[i][r] as above, for `slice` columns from `from` on and the rows of w from j on */
+#define BLOCK4(M)                                                                                                      \
+  static void product4_##M(const float *x, const Product *p, int64_t j, int64_t from, int64_t slice,                   \
+                           vec (*sums)[ROWS]) {                                                                        \
+    vec acc[M][ROWS];                                                                                                  \
+    memcpy(acc, sums, sizeof acc);                                                                                     \
+    const int64_t row = p->k / 2, groups = p->k / p->group;                                                            \
+    const uint8_t *w = (const uint8_t *)p->w + j * row + from / 2;                                                     \
+    for (int64_t c = 0; c < slice;) {                                                                                  \
+      const int64_t g = (from + c) / p->group, next = (g + 1) * p->group - from, end = next < slice ? next : slice;    \
+      Levels of[ROWS];                                                                                                 \
+      for (int r = 0; r < ROWS; ++r) {                                                                                 \
+        const int64_t at = (j + r) * groups + g;                                                                       \
+        of[r] = levels(p->scale[at], p->zero ? p->zero[at] : ZERO);                                                    \
+        __builtin_prefetch(w + (ROWS + r) * row + c / 2);                                                              \
+      }                                                                                                                \
+      for (; c < end; c += 2 * LANES)                                                                                  \
+        for (int half = 0; half < 2; ++half) {                                                                         \
+          vec in[ROWS];                                                                                                \
+          for (int r = 0; r < ROWS; ++r) {                                                                             \
+            in[r] = load4(w + r * row + c / 2, of[r], half);                                                           \
+            IN_REGISTER(in[r]);                                                                                        \
+          }                                                                                                            \
+          for (int i = 0; i < M; ++i) {                                                                                \
+            vec xi = load(x + (c + half * LANES) * M + i * LANES);                                                     \
+            IN_REGISTER(xi);                                                                                           \
+            for (int r = 0; r < ROWS; ++r) acc[i][r] += xi * in[r];                                                    \
+          }                                                                                                            \
+        }                                                                                                              \
+    }                                                                                                                  \
+    memcpy(sums, acc, sizeof acc);                                                                                     \
+  }
+BLOCK4(1)
+BLOCK4(2)
+BLOCK4(3)
+BLOCK4(4)
+
+static void product4_columns(const void *with, int64_t from, int64_t to) {
+  const Product p = *(const Product *)with;
+  const int64_t k = p.k, most = p.m > ROWS ? SLICE : k;
+  vec sums[PANEL][ROWS];
+  for (int64_t j = ROWS * from; j < ROWS * to; j += ROWS) {
+    memset(sums, 0, p.m * sizeof *sums);
+    for (int64_t c = 0; c < k; c += most) {
+      const int64_t slice = k - c < most ? k - c : most;
+      const float *x = p.x + c * p.m;
+      for (int64_t i = 0; i < p.m; i += ROWS, x += ROWS * slice) {
+        switch (p.m - i) {
+          case 1: product4_1(x, &p, j, c, slice, sums + i); break;
+          case 2: product4_2(x, &p, j, c, slice, sums + i); break;
+          case 3: product4_3(x, &p, j, c, slice, sums + i); break;
+          default: product4_4(x, &p, j, c, slice, sums + i);
+        }
+      }
+    }
+    for (int64_t i = 0; i < p.m; ++i)
+      for (int r = 0; r < ROWS; ++r) p.y[i * p.n + j + r] = sum(sums[i][r]) + (p.bias ? p.bias[j + r] : 0.0f);
+  }
+}
+
+/* x (M, K), w (N, K/32, 16), scale and zero (N, groups), zero or bias (N,) or none -> y (M, N). Not 0: there is no memory. */
+static int product4(const float *x, const void *w, const float *scale, const uint8_t *zero, const float *bias, float *y,
+                    int64_t m, int64_t k, int64_t n, int64_t groups) {
+  return in_panels(product4_columns, (Product){x, w, scale, bias, y, m, k, n, zero, k / groups});
+}
 
 /* x (M, K), w (N, K), bias (N,) or none, float32 -> (M, N); K a multiple of LANES, N of ROWS */
 int linear(int count, void **p, int *dims, int64_t **shapes, const char **types, void *stream, void *extra) {
@@ -371,6 +479,18 @@ int linear(int count, void **p, int *dims, int64_t **shapes, const char **types,
 /* the same with w int8 and its scale, (N,), (N, 1) or (1, N), before the bias */
 int linear_int8(int count, void **p, int *dims, int64_t **shapes, const char **types, void *stream, void *extra) {
   return product8(p[0], p[1], p[2], count > 4 ? p[3] : NULL, p[count - 1], shapes[0][0], shapes[0][1], shapes[1][0]);
+}
+
+/* the same with w int4 (N, K/32, 16) and its scales (N, groups) */
+int linear_int4(int count, void **p, int *dims, int64_t **shapes, const char **types, void *stream, void *extra) {
+  return product4(p[0], p[1], p[2], NULL, count > 4 ? p[3] : NULL, p[count - 1], shapes[0][0], shapes[0][1], shapes[1][0],
+                  shapes[2][1]);
+}
+
+/* and with zero points (N, groups) behind the scales */
+int linear_int4_zeros(int count, void **p, int *dims, int64_t **shapes, const char **types, void *stream, void *extra) {
+  return product4(p[0], p[1], p[2], p[3], count > 5 ? p[4] : NULL, p[count - 1], shapes[0][0], shapes[0][1], shapes[1][0],
+                  shapes[2][1]);
 }
 
 /* e^v for v <= 0; 0 below -87. Source: Cephes' expf. */
@@ -486,10 +606,11 @@ int attend(int count, void **p, int *dims, int64_t **shapes, const char **types,
 
 /* What a layer is made of, as sporeloom/inference/kernels.py writes it; each an int32. */
 enum {
-  NORM_RMS, NORM_BIAS, KIND, ACTIVATION, GATED, INT8, QKV_BIAS, OUTPUT_BIAS, MLP_BIAS, ROTATED, ADJACENT, HEADS, FEATURES, EPSILON
+  NORM_RMS, NORM_BIAS, KIND, ACTIVATION, GATED, WEIGHTS, QKV_BIAS, OUTPUT_BIAS, MLP_BIAS, ROTATED, ADJACENT, HEADS, FEATURES, EPSILON
 };
 enum { SEQUENTIAL, PARALLEL, SANDWICH };
 enum { GELU, GELU_TANH, FAST_GELU, SILU };
+enum { IN_FLOAT, IN_INT8, IN_INT4, IN_INT4_ZEROS };
 
 /* The next inputs of a layer. */
 typedef struct {
@@ -501,10 +622,16 @@ typedef struct {
 
 /* x (M, K) times the next matrix -> y (M, N) */
 static void next_product(Inputs *in, const float *x, float *y, int64_t m, int has_bias) {
-  const int64_t n = in->shapes[in->at][0], k = in->shapes[in->at][1];
+  const int kind = in->plan[WEIGHTS];
+  const int64_t *of = in->shapes[in->at], n = of[0], k = kind >= IN_INT4 ? of[1] * 2 * LANES : of[1];
   const void *w = in->p[in->at++];
-  const float *scale = in->plan[INT8] ? in->p[in->at++] : NULL, *bias = has_bias ? in->p[in->at++] : NULL;
-  in->failed |= in->plan[INT8] ? product8(x, w, scale, bias, y, m, k, n) : product(x, w, scale, bias, y, m, k, n);
+  const int64_t groups = kind >= IN_INT4 ? in->shapes[in->at][1] : 1;
+  const float *scale = kind ? in->p[in->at++] : NULL;
+  const uint8_t *zero = kind == IN_INT4_ZEROS ? in->p[in->at++] : NULL;
+  const float *bias = has_bias ? in->p[in->at++] : NULL;
+  in->failed |= kind >= IN_INT4   ? product4(x, w, scale, zero, bias, y, m, k, n, groups)
+                : kind == IN_INT8 ? product8(x, w, scale, bias, y, m, k, n)
+                                  : product(x, w, scale, bias, y, m, k, n);
 }
 
 /* The next norm of each row of x (M, D) -> y */

@@ -26,6 +26,7 @@ from sporeloom.models.adapters import LoRAConfig
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import family_module
 from sporeloom.models.parameters import parameter_shapes
+from sporeloom.models.weight_formats import FLOAT32, WEIGHT_FORMATS, WeightFormat, format_problems
 from sporeloom.nn.cache import KeyCache
 from sporeloom.nn.lora import attach_adapters
 from sporeloom.nn.multi_lora import attach_several_adapters
@@ -44,7 +45,7 @@ def build_model(
     config: ModelConfig,
     strategy: Strategy,
     caches: tuple[int, int] | None = None,
-    int8: bool = False,
+    weights: WeightFormat = FLOAT32,
     weights_of: nn.Cell | None = None,
     lora: LoRAConfig | None = None,
     ranks: Mapping[str, Sequence[int]] | None = None,
@@ -52,15 +53,15 @@ def build_model(
 ) -> nn.Cell:
     """The family's model, parallelized, its weights not materialised; not training.
 
-    `caches`: rows and slots of KV caches to attach. `int8`: matrices as int8 (see `quantize`). `weights_of`: such a model
+    `caches`: rows and slots of KV caches to attach. `weights`: how matrices are held. `weights_of`: such a model
     with whose parameters it computes, whatever becomes of them; `lora`: that model's adapters. `ranks`: of several adapters
     that tokens choose from (see `ranks_of_several`). `lends_rows`: a place in the batch may compute for any
     row of the caches.
     """
     with no_init_parameters():
         net: nn.Cell = family_module(family, "model").Model(config)
-        if int8:
-            quantize(net)
+        if weights.bits < 32:
+            quantize(net, weights)
         if lora:
             attach_adapters(net, lora)
         if ranks:
@@ -92,23 +93,28 @@ def load_model(
     config: ModelConfig,
     strategy: Strategy,
     caches: tuple[int, int] | None = None,
-    int8: bool = False,
+    weights: str = FLOAT32.name,
     adapters: Sequence[Adapter] = (),
     lends_rows: bool = False,
 ) -> nn.Cell:
     """`build_model` with the folder's weights, and with adapters that tokens choose from. Of several CPU processes
-    each reads what it holds when the first graph is compiled.
+    each reads what it holds when the first graph is compiled. `weights`: name of the format in which matrices are held.
 
     Raises:
-        ConfigError: the weights are missing, damaged, not finite, or not this model's.
+        ConfigError: the weights are missing, damaged, not finite, or not this model's; matrices or their shards that the
+            format does not fit.
     """
-    weights = open_weights(folder)
-    if problem := weights.damage(slice(None)):
+    stored = open_weights(folder)
+    if problem := stored.damage(slice(None)):
         raise ConfigError(problem)
-    check_shapes(weights.shapes, parameter_shapes(config), str(folder / WEIGHTS))
-    net = build_model(family, config, strategy, caches, int8, ranks=ranks_of_several(adapters), lends_rows=lends_rows)
-    exact = _fitting(weights.read, config, folder)
-    read, beside = quantized_weights(net, exact) if int8 else exact, put_side_by_side(adapters)
+    check_shapes(stored.shapes, parameter_shapes(config), str(folder / WEIGHTS))
+    held = WEIGHT_FORMATS[weights]
+    if problems := format_problems(held, config, strategy.mesh.tp):
+        raise ConfigError(f"{folder}: --weights {weights}: {problem}" for problem in problems)
+    net = build_model(family, config, strategy, caches, held, ranks=ranks_of_several(adapters), lends_rows=lends_rows)
+    exact = _fitting(stored.read, config, folder)
+    read = quantized_weights(net, exact, held) if held.bits < 32 else exact
+    beside = put_side_by_side(adapters)
     on_cpu = ms.get_context("device_target") == "CPU"
     parameters = list(net.get_parameters())
     places = side_by_side(parameters) if on_cpu and strategy.mesh.size == 1 else []

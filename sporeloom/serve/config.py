@@ -232,7 +232,7 @@ def _read_draft(config: ServeConfig, family: str, model: ModelConfig) -> DraftMo
         ConfigError: it cannot draft for this model.
     """
     tokenizer = config.tokenizer or find_tokenizer(family, config.checkpoint)
-    draft = read_draft(config, (family, model), tokenizer, config.domain, config.weights == "int8")
+    draft = read_draft(config, (family, model), tokenizer, config.domain, config.weights)
     if draft:
         longest = min(config.max_model_len or model.seq_len, model.seq_len)
         if wrong := draft.context_problems(longest, f"give --max-model-len {draft.model.seq_len}"):

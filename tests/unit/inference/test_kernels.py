@@ -63,6 +63,41 @@ def test_products(call, rows, columns):
 
 
 @needs_compiler
+@pytest.mark.parametrize(
+    ("rows", "columns", "group"),
+    [
+        *((n, 96, 32) for n in (1, 2, 3, 5, 8)),
+        (1, 1152, 128),
+        (3, 1152, 64),
+        (21, 1152, 128),
+        (70, 576, 576),
+        (6, 1152, 1152),
+    ],
+)
+@pytest.mark.parametrize("has_zeros", [False, True])
+def test_products_with_int4(call, rows, columns, group, has_zeros):
+    """Groups within slices, across them, and as long as a row."""
+    random = np.random.default_rng(rows)
+    x, q = random.standard_normal((rows, columns), np.float32), random.integers(0, 16, (20, columns))
+    blocks = q.reshape(20, -1, 2, 16)
+    w = (blocks[:, :, 0] + 16 * blocks[:, :, 1]).astype(np.uint8)
+    scale = random.standard_normal((20, columns // group), np.float32)
+    zero = random.integers(0, 17, scale.shape).astype(np.uint8) if has_zeros else np.full(scale.shape, 8, np.uint8)
+    exact_w = (q - np.repeat(zero, group, 1)) * np.repeat(scale, group, 1).astype(np.float64)
+    name, of = ("linear_int4_zeros", (w, scale, zero)) if has_zeros else ("linear_int4", (w, scale))
+    y, alone, with_bias = (np.full((rows, 20), np.nan, np.float32) for _ in range(3))
+    call(name, x, *of, y)
+    exact, added = x.astype(np.float64) @ exact_w.T, np.abs(x) @ np.abs(exact_w.T)
+    assert (np.abs(y - exact) <= 1e-5 * np.abs(exact) + 6e-8 * added).all()
+    bias = random.standard_normal(20, np.float32)
+    call(name, x, *of, bias, with_bias)
+    np.testing.assert_array_equal(with_bias, y + bias)
+    for row in range(rows):
+        call(name, x[row : row + 1].copy(), *of, alone[row : row + 1])
+    np.testing.assert_array_equal(y, alone)  # to the bit, whatever the other rows are
+
+
+@needs_compiler
 def test_threads_that_lose_their_core_change_no_bit(tmp_path):
     """More threads than cores, beside a program that computes all the time: pieces are taken late, by whoever is there."""
     one, many = (ctypes.CDLL(shutil.copy(kernel_library(), tmp_path / f"{count}.so")) for count in (1, 7))
@@ -75,9 +110,12 @@ def test_threads_that_lose_their_core_change_no_bit(tmp_path):
     try:
         for turn in range(400):
             x, w = (random.standard_normal((n, 512), np.float32) for n in (1 + turn % 5, 16 * (17 + turn % 11)))
+            name, of = "linear", (w,)
+            if turn % 2:
+                name, of = "linear_int4", (random.integers(0, 256, (len(w), 16, 16)).astype(np.uint8), w[:, :4].copy())
             expected, found = (np.full((len(x), len(w)), np.nan, np.float32) for _ in range(2))
-            calling(one)("linear", x, w, expected)
-            calling(many)("linear", x, w, found)
+            calling(one)(name, x, *of, expected)
+            calling(many)(name, x, *of, found)
             np.testing.assert_array_equal(found, expected)
     finally:
         busy.kill()

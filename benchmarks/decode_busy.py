@@ -2,8 +2,8 @@
 """Decoding one sequence on one CPU process beside llama.cpp built for this processor, on a quiet machine and beside a program
 that keeps one core busy.
 
-PanGu 350M's dims against llama.cpp's GPT-2 of the same dims, random weights, context 512: int8 beside Q8_0, int4 in groups of 32
-beside Q4_0, float32 beside F32, each with a thread for each core; all workers take turns in one run.
+PanGu 350M's dims against llama.cpp's GPT-2 of the same dims, random weights, context 512: int8 beside Q8_0, int4 in groups of
+32 beside Q4_0, float32 beside F32, each with a thread for each core; all workers take turns in one run.
 Writes benchmarks/results/decode_busy.md. `pip install --no-binary llama-cpp-python llama-cpp-python gguf`, here or into
 another environment (`--peer-python`), then `python benchmarks/decode_busy.py`. Where llama.cpp's AMX kernels end in a
 segmentation fault, as on virtual machines that hide AMX, give CMAKE_ARGS="-DGGML_NATIVE=OFF" and the other features by name.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from sporeloom.checkpoint.model_folder import load_text_config
+from sporeloom.checkpoint.model_folder import load_text_config, weight_problems
 from sporeloom.core.command_line import option
 from sporeloom.core.errors import ConfigError, Problems, did_you_mean
 from sporeloom.core.lines import split_lines
@@ -166,6 +166,7 @@ def check(
     if strategy:
         problems += launch_problems(strategy, num_processes) if num_processes is not None else []
         problems += model_problems(strategy, model) if model else []
+        problems += weight_problems(config.weights, config.checkpoint, model, strategy.mesh.tp) if model else []
         if config.interactive and strategy.mesh.size > 1:
             problems.append("--interactive runs on one device; use --prompt-file with --strategy")
     problems += speculation_problems(config, model, strategy)

@@ -26,7 +26,7 @@ from sporeloom.models.adapters import LoRAConfig
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import family_module
 from sporeloom.models.parameters import parameter_shapes
-from sporeloom.models.weight_formats import FLOAT32, WEIGHT_FORMATS, WeightFormat, format_problems
+from sporeloom.models.weight_formats import FLOAT32, WeightFormat, WeightName, format_problems, held_format
 from sporeloom.nn.cache import KeyCache
 from sporeloom.nn.lora import attach_adapters
 from sporeloom.nn.multi_lora import attach_several_adapters
@@ -93,7 +93,7 @@ def load_model(
     config: ModelConfig,
     strategy: Strategy,
     caches: tuple[int, int] | None = None,
-    weights: str = FLOAT32.name,
+    weights: WeightName = "float32",
     adapters: Sequence[Adapter] = (),
     lends_rows: bool = False,
 ) -> nn.Cell:
@@ -108,12 +108,13 @@ def load_model(
     if problem := stored.damage(slice(None)):
         raise ConfigError(problem)
     check_shapes(stored.shapes, parameter_shapes(config), str(folder / WEIGHTS))
-    held = WEIGHT_FORMATS[weights]
+    held = held_format(weights, stored.packed, folder)
     if problems := format_problems(held, config, strategy.mesh.tp):
         raise ConfigError(f"{folder}: --weights {weights}: {problem}" for problem in problems)
     net = build_model(family, config, strategy, caches, held, ranks=ranks_of_several(adapters), lends_rows=lends_rows)
     exact = _fitting(stored.read, config, folder)
-    read = quantized_weights(net, exact, held) if held.bits < 32 else exact
+    read_int4 = stored.read_int4 if held is stored.packed else None
+    read = quantized_weights(net, exact, held, read_int4) if held.bits < 32 else exact
     beside = put_side_by_side(adapters)
     on_cpu = ms.get_context("device_target") == "CPU"
     parameters = list(net.get_parameters())

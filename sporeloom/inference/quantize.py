@@ -6,12 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sporeloom.checkpoint.model_folder import Read
+from sporeloom.checkpoint.packed_matrix import Int4
 from sporeloom.models.weight_formats import BLOCK, WeightFormat
 from sporeloom.nn.decoder import Decoder
 from sporeloom.nn.head import Head
@@ -24,17 +25,6 @@ from sporeloom.strategy.tensor_slice import TensorSlice
 
 LEAST, MOST = -8, 7
 """Range of int4."""
-
-
-class Int4(NamedTuple):
-    """A matrix in int4: w = (q - zero) * scale."""
-
-    q: NDArray[np.uint8]
-    """(..., out, in), 0 to 15."""
-    scale: NDArray[np.float32]
-    """(..., out, groups)."""
-    zero: NDArray[np.uint8]
-    """(..., out, groups), 0 to 16."""
 
 
 def quantize(net: Decoder, weights: WeightFormat) -> None:

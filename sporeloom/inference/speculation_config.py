@@ -14,6 +14,7 @@ from sporeloom.core.errors import Problems
 from sporeloom.core.numbers import Count
 from sporeloom.data.tokenizer import content_hash, find_tokenizer
 from sporeloom.models.config import ModelConfig
+from sporeloom.models.weight_formats import WeightName
 from sporeloom.strategy.config import Strategy
 
 
@@ -46,7 +47,7 @@ class DraftModel:
     folder: Path
     family: str
     model: ModelConfig
-    weights: str
+    weights: WeightName
     """Name of the format of its matrices."""
 
     def context_problems(self, longest: int, remedy: str) -> list[str]:
@@ -85,7 +86,7 @@ _NO_WAY_BACK = "convolutions keep the state after the last token only, so that a
 
 
 def read_draft(
-    flags: SpeculationFlags, target: tuple[str, ModelConfig], tokenizer: Path, domain: int | None, weights: str
+    flags: SpeculationFlags, target: tuple[str, ModelConfig], tokenizer: Path, domain: int | None, weights: WeightName
 ) -> DraftModel | None:
     """Read the configuration of the draft model, if there is one, for drafts of a model with this tokenizer.
 

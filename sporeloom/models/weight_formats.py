@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from sporeloom.core.errors import ConfigError
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.parameters import parameter_specs
 from sporeloom.models.parts.spec import ParameterSpec
@@ -99,3 +100,20 @@ def _fitting(config: ModelConfig, tp: int) -> str:
     }
     names = [n for n, each in WEIGHT_FORMATS.items() if each.bits == 4 and not any(s % each.group_size for s in sizes)]
     return f"use --weights {' or '.join(names[:2] or ['int8'])}"
+
+
+def held_format(name: WeightName, packed: WeightFormat | None, source: object) -> WeightFormat:
+    """The format in which `source` is held: that of the name or, for int4, that in which its matrices are packed already.
+
+    Raises:
+        ConfigError: another int4 than that.
+    """
+    wanted = WEIGHT_FORMATS[name]
+    if packed is None or wanted.bits != 4:
+        return wanted
+    if name != "int4":
+        raise ConfigError(
+            f"{source}: its matrices have 4 bits in groups of their own already; --weights int4 computes with them, "
+            f"got {name}"
+        )
+    return packed

@@ -12,6 +12,7 @@ from typing import ClassVar, Literal
 
 from sporeloom.checkpoint.adapters import Adapter, read_adapter
 from sporeloom.checkpoint.generation_config import with_end_tokens
+from sporeloom.checkpoint.model_folder import weight_problems
 from sporeloom.core.command_line import argument, option
 from sporeloom.core.errors import ConfigError, Problems
 from sporeloom.core.lines import split_lines
@@ -193,6 +194,7 @@ def check(config: ServeConfig, num_processes: int | None, rank: int = 0) -> Serv
     if strategy:
         problems += launch_problems(strategy, num_processes) if num_processes is not None else []
         problems += model_problems(strategy, model) if model else []
+        problems += weight_problems(config.weights, config.checkpoint, model, strategy.mesh.tp) if model else []
     models: list[ServedModel] = []
     adapters: list[Adapter] = []
     problems += speculation_problems(config, model, strategy)

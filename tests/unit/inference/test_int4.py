@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Int4 by its formulas, in float64: rounding, packing, what the operators dequantize; and which models and shards can have it."""
+"""Int4 by its formulas, in float64: rounding, packing, dequantization; and which models and shards can have it."""
 
 import dataclasses
 

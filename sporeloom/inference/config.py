@@ -26,6 +26,7 @@ from sporeloom.data.tokenizer import (
     infill_prompt,
     text_prompt,
 )
+from sporeloom.inference.cache import KV_CACHE_HELP, CacheName, cache_problems
 from sporeloom.inference.sampling import SamplingConfig
 from sporeloom.inference.speculation_config import DraftModel, SpeculationFlags, read_draft, speculation_problems
 from sporeloom.inference.stopping import StopCondition, at_closed_brace, at_dedent
@@ -50,6 +51,7 @@ class ComputeFlags(StrategyFlags):
 
     tokenizer: Path | None = option(None, "tokenizer of the family: a file or a folder (default: the checkpoint's)")
     weights: WeightName = option("float32", WEIGHTS_HELP)
+    kv_cache: CacheName = option("auto", KV_CACHE_HELP)
     domain: Natural | None = option(None, "domain of all texts, for models with domain-routed experts (default: none)")
 
     def read_model(self, checkpoint: Path) -> tuple[str, ModelConfig]:
@@ -319,10 +321,13 @@ def prompt_problems(name: str, prompt: Prompt, model: ModelConfig, max_new_token
 
 
 def _own_problems(config: GenerateConfig, model: ModelConfig | None) -> list[str]:
-    problems = []
+    problems: list[str] = []
     sources = [config.prompt is not None, config.prompt_file is not None, config.interactive]
     if sum(sources) > 1:
         problems.append("--prompt, --prompt-file and --interactive exclude each other")
+    problems += cache_problems(config.kv_cache, model) if model else []
+    if config.kv_cache != "auto" and config.no_cache:
+        problems.append(f"--kv-cache {config.kv_cache} has no effect with --no-cache; leave one of them out")
     if config.num_drafts and config.no_cache:
         problems.append(f"--speculate {config.speculate} drafts into the KV cache; leave out --no-cache")
     if config.min_new_tokens > config.max_new_tokens:

@@ -519,20 +519,53 @@ typedef struct {
   int64_t all, tokens, heads, kv, length, d;
 } Sizes;
 
+/* Of floats, or of int8 with the scale of each vector. */
+typedef struct {
+  void *keys, *values;
+  float *key_scales, *value_scales;
+} Cache;
+
 typedef struct {
   Sizes of;
-  const float *q, *keys, *values, *bias;
+  Cache cache;
+  const float *q, *bias;
   const int32_t *slots;
   float *y;
   atomic_int *failed;
 } Attention;
 
 /* parts * LANES columns of values (S, D), weighted, times `factor` -> y. Several at once: each sum waits for its last addition. */
-static inline void mix(const float *weights, const float *values, int64_t s, int64_t d, float factor, float *y, int parts) {
-  vec acc[ROWS] = {{0}};
-  for (int64_t i = 0; i < s; ++i, values += d)
-    for (int r = 0; r < parts; ++r) acc[r] += weights[i] * load(values + r * LANES);
-  for (int r = 0; r < parts; ++r) *(vec *)(y + r * LANES) = acc[r] * factor;
+#define MIX(NAME, TYPE, LOAD)                                                                                          \
+  static inline void NAME(const float *weights, const TYPE *values, int64_t s, int64_t d, float factor, float *y,      \
+                          int parts) {                                                                                 \
+    vec acc[ROWS] = {{0}};                                                                                             \
+    for (int64_t i = 0; i < s; ++i, values += d)                                                                       \
+      for (int r = 0; r < parts; ++r) acc[r] += weights[i] * LOAD(values + r * LANES);                                 \
+    for (int r = 0; r < parts; ++r) *(vec *)(y + r * LANES) = acc[r] * factor;                                         \
+  }                                                                                                                    \
+  static inline float NAME##_score(const float *q, const TYPE *key, int64_t d) {                                       \
+    vec acc = {0};                                                                                                     \
+    for (int64_t c = 0; c < d; c += LANES) acc += load(q + c) * LOAD(key + c);                                         \
+    return sum(acc);                                                                                                   \
+  }                                                                                                                    \
+  static void NAME##_all(const float *weights, const TYPE *values, int64_t s, int64_t d, float factor, float *y) {     \
+    for (int64_t c = 0; c < d; c += ROWS * LANES) {                                                                    \
+      if (d - c < ROWS * LANES)                                                                                        \
+        for (; c < d; c += LANES) NAME(weights, values + c, s, d, factor, y + c, 1);                                   \
+      else                                                                                                             \
+        NAME(weights, values + c, s, d, factor, y + c, ROWS);                                                          \
+    }                                                                                                                  \
+  }
+MIX(mix, float, load)
+MIX(mix8, int8_t, load8)
+
+/* x (D) as int8 -> y; returns its scale. As sporeloom/nn/cache.py. */
+static float quantize(const float *x, int8_t *y, int64_t d) {
+  float top = 1e-30f;
+  for (int64_t c = 0; c < d; ++c) top = fabsf(x[c]) > top ? fabsf(x[c]) : top;
+  const float scale = top / 127.0f;
+  for (int64_t c = 0; c < d; ++c) y[c] = (int8_t)rintf(x[c] / scale);
+  return scale;
 }
 
 /* Heads of queries from .. to of all: those of one head together, whose keys and values may be the same. */
@@ -547,16 +580,19 @@ static void attend_heads(const void *with, int64_t from, int64_t to) {
   }
   for (int64_t i = from; i < to; ++i) {
     const int64_t token = i % p.of.all, head = i / p.of.all, row = p.slots[3 * (token / tokens) * kv * tokens];
-    const int64_t at = (row * kv + head / (heads / kv)) * length * d, place = (token * heads + head) * d;
-    const float *q = p.q + place, *k = p.keys + at, *v = p.values + at, *hidden = p.bias + token * length;
+    const int64_t slot = (row * kv + head / (heads / kv)) * length, at = slot * d, place = (token * heads + head) * d;
+    const float *q = p.q + place, *hidden = p.bias + token * length;
+    const float *k = (const float *)p.cache.keys + at, *v = (const float *)p.cache.values + at;
+    const int8_t *k8 = (const int8_t *)p.cache.keys + at, *v8 = (const int8_t *)p.cache.values + at;
+    const float *of_k = p.cache.key_scales ? p.cache.key_scales + slot : NULL;
+    const float *of_v = p.cache.key_scales ? p.cache.value_scales + slot : NULL;
     float *out = p.y + place, top = -INFINITY, total;
     int64_t last = length;
     while (last > 1 && hidden[last - 1] < HIDDEN) --last;
     const int64_t padded = (last + LANES - 1) / LANES * LANES;
     for (int64_t s = 0; s < last; ++s) {
-      vec acc = {0};
-      for (int64_t c = 0; c < d; c += LANES) acc += load(q + c) * load(k + s * d + c);
-      probs[s] = sum(acc) * scale + hidden[s];
+      const float score = of_k ? mix8_score(q, k8 + s * d, d) * of_k[s] : mix_score(q, k + s * d, d);
+      probs[s] = score * scale + hidden[s];
       top = probs[s] > top ? probs[s] : top;
     }
     for (int64_t s = last; s < padded; ++s) probs[s] = -INFINITY;
@@ -567,12 +603,11 @@ static void attend_heads(const void *with, int64_t from, int64_t to) {
       all += e;
     }
     total = 1.0f / sum(all);
-    for (int64_t c = 0; c < d; c += ROWS * LANES) {
-      if (d - c < ROWS * LANES)
-        for (; c < d; c += LANES) mix(probs, v + c, last, d, total, out + c, 1);
-      else
-        mix(probs, v + c, last, d, total, out + c, ROWS);
-    }
+    for (int64_t s = 0; of_v && s < last; ++s) probs[s] *= of_v[s];
+    if (of_v)
+      mix8_all(probs, v8, last, d, total, out);
+    else
+      mix_all(probs, v, last, d, total, out);
   }
   free(probs);
 }
@@ -581,18 +616,23 @@ static void attend_heads(const void *with, int64_t from, int64_t to) {
  * -> y (B, T, H, D); D a multiple of LANES. Writes the new keys and values into the caches, in place: MindSpore's
  * ScatterNdUpdate copies a cache with every token. What lies behind the last key that counts is not read. Not 0: there is no
  * memory. */
-static int attention(Sizes of, const float *q, const float *new_keys, const float *new_values, float *keys, float *values,
+static int attention(Sizes of, const float *q, const float *new_keys, const float *new_values, Cache cache,
                      const int32_t *slots, const float *bias, float *y) {
   const int64_t d = of.d, kv = of.kv, tokens = of.tokens, heads = of.all * of.heads;
   for (int64_t i = 0; i < of.all * kv; ++i) {
     const int64_t token = i / kv, head = i % kv, from = i * d;
     const int32_t *to = slots + 3 * ((token / tokens * kv + head) * tokens + token % tokens);
-    const int64_t place = ((to[0] * kv + to[1]) * of.length + to[2]) * d;
-    memcpy(keys + place, new_keys + from, d * sizeof(float));
-    memcpy(values + place, new_values + from, d * sizeof(float));
+    const int64_t slot = (to[0] * kv + to[1]) * of.length + to[2], place = slot * d;
+    if (cache.key_scales) {
+      cache.key_scales[slot] = quantize(new_keys + from, (int8_t *)cache.keys + place, d);
+      cache.value_scales[slot] = quantize(new_values + from, (int8_t *)cache.values + place, d);
+    } else {
+      memcpy((float *)cache.keys + place, new_keys + from, d * sizeof(float));
+      memcpy((float *)cache.values + place, new_values + from, d * sizeof(float));
+    }
   }
   atomic_int failed = 0;
-  const Attention with = {of, q, keys, values, bias, slots, y, &failed};
+  const Attention with = {of, cache, q, bias, slots, y, &failed};
   in_parallel(attend_heads, &with, heads, heads * of.length * d * 2);
   return failed;
 }
@@ -601,12 +641,18 @@ static int attention(Sizes of, const float *q, const float *new_keys, const floa
  * -> (B, H, 1, D) */
 int attend(int count, void **p, int *dims, int64_t **shapes, const char **types, void *stream, void *extra) {
   const Sizes of = {shapes[0][0], 1, shapes[0][1], shapes[3][1], shapes[3][2], shapes[0][3]};
-  return attention(of, p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7]);
+  return attention(of, p[0], p[1], p[2], (Cache){p[3], p[4], NULL, NULL}, p[5], p[6], p[7]);
+}
+
+/* the same with caches of int8, their scales (R, KV, S, 1) behind them */
+int attend_int8(int count, void **p, int *dims, int64_t **shapes, const char **types, void *stream, void *extra) {
+  const Sizes of = {shapes[0][0], 1, shapes[0][1], shapes[3][1], shapes[3][2], shapes[0][3]};
+  return attention(of, p[0], p[1], p[2], (Cache){p[3], p[4], p[5], p[6]}, p[7], p[8], p[9]);
 }
 
 /* What a layer is made of, as sporeloom/inference/kernels.py writes it; each an int32. */
 enum {
-  NORM_RMS, NORM_BIAS, KIND, ACTIVATION, GATED, WEIGHTS, QKV_BIAS, OUTPUT_BIAS, MLP_BIAS, ROTATED, ADJACENT, HEADS, FEATURES, EPSILON
+  NORM_RMS, NORM_BIAS, KIND, ACTIVATION, GATED, WEIGHTS, QKV_BIAS, OUTPUT_BIAS, MLP_BIAS, ROTATED, ADJACENT, HEADS, FEATURES, EPSILON, CACHE_INT8
 };
 enum { SEQUENTIAL, PARALLEL, SANDWICH };
 enum { GELU, GELU_TANH, FAST_GELU, SILU };
@@ -726,7 +772,7 @@ static int64_t that_count(const int32_t *slots, int64_t m, int64_t tokens, int64
 }
 
 /* A whole layer for T tokens of each row: x (B*T, D), bias (B, 1, T, S), slots (B, KV, T, 3), cos and sin (B, T, 1, D/H) or
- * anything, the caches (R, KV, S, D/H), then parameters in the order of use, and the plan -> (B*T, D). */
+ * anything, the caches (R, KV, S, D/H) and, of int8, their scales, then parameters in the order of use, and the plan -> (B*T, D). */
 int layer(int count, void **p, int *dims, int64_t **shapes, const char **types, void *stream, void *extra) {
   const int32_t *plan = p[count - 2];
   const int64_t d = shapes[0][1], tokens = shapes[1][2], kv = shapes[5][1], length = shapes[5][2], head = shapes[5][3];
@@ -734,7 +780,8 @@ int layer(int count, void **p, int *dims, int64_t **shapes, const char **types, 
   const Sizes of = {m, tokens, plan[HEADS], kv, length, head};
   const int has_two = plan[KIND] == SANDWICH;
   const int64_t wide = plan[HEADS] * head, narrow = kv * head, f = plan[FEATURES];
-  Inputs in = {p, shapes, plan, 7, 0};
+  const Cache cache = {p[5], p[6], plan[CACHE_INT8] ? p[7] : NULL, plan[CACHE_INT8] ? p[8] : NULL};
+  Inputs in = {p, shapes, plan, plan[CACHE_INT8] ? 9 : 7, 0};
   float *x = p[count - 1];
   float *a = aligned_alloc(LINE, m * (2 * d + 2 * wide + 2 * narrow + 2 * f) * sizeof(float));
   if (!a) return 1;
@@ -749,7 +796,7 @@ int layer(int count, void **p, int *dims, int64_t **shapes, const char **types, 
     rotate(q, p[3], p[4], m, plan[HEADS], head, plan);
     rotate(k, p[3], p[4], m, kv, head, plan);
   }
-  in.failed |= attention(of, q, k, v, p[5], p[6], p[2], p[1], context);
+  in.failed |= attention(of, q, k, v, cache, p[2], p[1], context);
   next_product(&in, context, y, m, plan[OUTPUT_BIAS]);
   if (has_two) next_norm(&in, y, y, m, d);
   add(x, y, m * d);

@@ -22,6 +22,7 @@ from sporeloom.core.lines import first_line, split_lines
 from sporeloom.core.log import milestone
 from sporeloom.nn.attention import Attention
 from sporeloom.nn.blocks import Block, DecoderLayer, ParallelBlock, SandwichLayer
+from sporeloom.nn.cache import Int8KVCache
 from sporeloom.nn.head import TiedHead
 from sporeloom.nn.int4 import Int4Linear
 from sporeloom.nn.int8 import Int8Head, Int8Linear, Int8TiedHead
@@ -154,7 +155,8 @@ def _kernel_for(cell: nn.Cell) -> tuple[str, Callable[..., list[int]]] | None:
     if str(getattr(cell, "dtype", "")) != "Float32":
         return None
     if isinstance(cell, Attention):
-        return ("attend", lambda q, *_: q) if cell.head_dim % LANES == 0 else None
+        name = "attend_int8" if isinstance(cell.cache, Int8KVCache) else "attend"
+        return (name, lambda q, *_: q) if cell.head_dim % LANES == 0 else None
     if not isinstance(cell, Linear | Int8Linear | Int4Linear | TiedHead):
         return None
     rows, columns = (
@@ -212,5 +214,6 @@ def _plan(layer: Block) -> NDArray[np.int32] | None:
         attention.num_heads,
         mlp.up.matrix_shape[0],
         int(np.float32(epsilon).view(np.int32)),
+        int(isinstance(attention.cache, Int8KVCache)),
     ]
     return np.asarray(plan, np.int32)

@@ -19,6 +19,7 @@ from sporeloom.checkpoint.finite import narrow
 from sporeloom.checkpoint.model_folder import Read, check_shapes, open_weights
 from sporeloom.checkpoint.tensor_files import WEIGHTS
 from sporeloom.core.errors import ConfigError
+from sporeloom.inference.cache import CacheName, cache_problems
 from sporeloom.inference.kernels import kernel_library, rows_are_alone, use_kernels
 from sporeloom.inference.memory import side_by_side
 from sporeloom.inference.quantize import quantize, quantized_weights
@@ -50,13 +51,14 @@ def build_model(
     lora: LoRAConfig | None = None,
     ranks: Mapping[str, Sequence[int]] | None = None,
     lends_rows: bool = False,
+    kv_cache: CacheName = "auto",
 ) -> nn.Cell:
     """The family's model, parallelized, its weights not materialised; not training.
 
     `caches`: rows and slots of KV caches to attach. `weights`: how matrices are held. `weights_of`: such a model
     with whose parameters it computes, whatever becomes of them; `lora`: that model's adapters. `ranks`: of several adapters
     that tokens choose from (see `ranks_of_several`). `lends_rows`: a place in the batch may compute for any
-    row of the caches.
+    row of the caches. `kv_cache`: number type of these.
     """
     with no_init_parameters():
         net: nn.Cell = family_module(family, "model").Model(config)
@@ -69,7 +71,7 @@ def build_model(
         if weights_of:
             share_parameters(net, weights_of)
         if caches:
-            net.attach_caches(*caches)
+            net.attach_caches(*caches, is_int8=kv_cache == "int8")
             for _, cell in net.cells_and_names():
                 if isinstance(cell, KeyCache):
                     cell.picks_rows = lends_rows
@@ -83,7 +85,7 @@ def build_model(
     ):
         net.num_kernels = use_kernels(net, library)
         net.rows_are_alone = config.experts is None and rows_are_alone(net)
-    net.lends_rows = lends_rows
+    net.lends_rows, net.kv_cache = lends_rows, kv_cache
     return net.set_train(False)
 
 
@@ -96,6 +98,7 @@ def load_model(
     weights: WeightName = "float32",
     adapters: Sequence[Adapter] = (),
     lends_rows: bool = False,
+    kv_cache: CacheName = "auto",
 ) -> nn.Cell:
     """`build_model` with the folder's weights, and with adapters that tokens choose from. Of several CPU processes
     each reads what it holds when the first graph is compiled. `weights`: name of the format in which matrices are held.
@@ -111,7 +114,10 @@ def load_model(
     held = held_format(weights, stored.packed, folder)
     if problems := format_problems(held, config, strategy.mesh.tp):
         raise ConfigError(f"{folder}: --weights {weights}: {problem}" for problem in problems)
-    net = build_model(family, config, strategy, caches, held, ranks=ranks_of_several(adapters), lends_rows=lends_rows)
+    if problems := cache_problems(kv_cache, config):
+        raise ConfigError(f"{folder}: {problem}" for problem in problems)
+    ranks = ranks_of_several(adapters)
+    net = build_model(family, config, strategy, caches, held, None, None, ranks, lends_rows, kv_cache)
     exact = _fitting(stored.read, config, folder)
     read_int4 = stored.read_int4 if held is stored.packed else None
     read = quantized_weights(net, exact, held, read_int4) if held.bits < 32 else exact

@@ -19,6 +19,7 @@ from sporeloom.core.lines import split_lines
 from sporeloom.core.numbers import Count, Natural, NotNegative, Positive, number_problems
 from sporeloom.data.documents import decode_text
 from sporeloom.data.tokenizer import Tokenizer, find_tokenizer, folder_tokenizer
+from sporeloom.inference.cache import cache_problems
 from sporeloom.inference.config import ComputeFlags
 from sporeloom.inference.speculation_config import DraftModel, SpeculationFlags, read_draft, speculation_problems
 from sporeloom.models.adapters import ADAPTER_CONFIG, base_folder, is_adapter_folder, is_reward_adapter
@@ -195,6 +196,7 @@ def check(config: ServeConfig, num_processes: int | None, rank: int = 0) -> Serv
         problems += launch_problems(strategy, num_processes) if num_processes is not None else []
         problems += model_problems(strategy, model) if model else []
         problems += weight_problems(config.weights, config.checkpoint, model, strategy.mesh.tp) if model else []
+    problems += cache_problems(config.kv_cache, model) if model else []
     models: list[ServedModel] = []
     adapters: list[Adapter] = []
     problems += speculation_problems(config, model, strategy)

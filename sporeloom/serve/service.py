@@ -187,7 +187,7 @@ class Service:
         self._say("loading the weights")
         lends = config.num_drafts > 0
         of = config.checkpoint, job.family, job.model, job.strategy
-        net = load_model(*of, shape, config.weights, job.adapters, lends)
+        net = load_model(*of, shape, config.weights, job.adapters, lends, config.kv_cache)
         chunk = config.prefill_chunk or (MIXED_CHUNK if takes(net, job.num_rows) else CHUNK)
         decoding = cached(self.engine, net, job.model, *shape, chunk, config.num_drafts)
         steps = list(decoding.shapes())
@@ -198,7 +198,7 @@ class Service:
         if drafts and job.draft:
             self._say("compiling the draft model")
             drafts.drafter.prepare()
-        cache = prefix_cache(decoding, cache_bytes(job.model, 1, 1), int(config.prefix_cache_gb * GB))
+        cache = prefix_cache(decoding, cache_bytes(job.model, 1, 1, config.kv_cache), int(config.prefix_cache_gb * GB))
         self.scheduler = Scheduler(decoding, self.engine, cache, drafts)
         gc.collect()
         gc.freeze()  # the loaded objects stay: a garbage collection over them would delay everything by half a second

@@ -148,6 +148,32 @@ def test_attention_of_single_queries(call, kv_heads):
 
 
 @needs_compiler
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_attention_with_caches_of_int8(call, kv_heads):
+    """Against float64, with what the caches hold; new keys and values are rounded to the nearest of 127 steps."""
+    random = np.random.default_rng(kv_heads)
+    q, cache, new = random.standard_normal((2, 4, 1, 80), np.float32), (2, kv_heads, 37, 80), (2, kv_heads, 1, 80)
+    k, v = (random.integers(-127, 128, cache).astype(np.int8) for _ in range(2))
+    of_k, of_v = (random.random((*cache[:3], 1), np.float32) / 50 for _ in range(2))
+    new_k, new_v = (random.standard_normal(new, np.float32) for _ in range(2))
+    new_k[0, 0] = 0
+    slots, bias = np.zeros((2, kv_heads, 1, 3), np.int32), np.zeros((2, 1, 1, 37), np.float32)
+    slots[..., 0], slots[..., 1], slots[..., 2] = np.arange(2)[:, None, None], np.arange(kv_heads)[:, None], 20
+    bias[..., 21:] = -10000
+    y = np.full_like(q, np.nan)
+    call("attend_int8", q, new_k, new_v, k, v, of_k, of_v, slots, bias, y)
+    for held, scales, given in ((k, of_k, new_k), (v, of_v, new_v)):
+        wanted = np.maximum(np.abs(given).max(-1, keepdims=True), np.float32(1e-30)) / np.float32(127)
+        np.testing.assert_array_equal(scales[:, :, 20:21], wanted)
+        np.testing.assert_array_equal(held[:, :, 20:21], np.rint(given / wanted).astype(np.int8))
+        assert (np.abs(held[:, :, 20:21] * wanted - given) <= 0.5001 * wanted).all()
+    keys, values = (np.repeat(x * s.astype(np.float64), 4 // kv_heads, 1) for x, s in ((k, of_k), (v, of_v)))
+    scores = q.astype(np.float64) @ keys.swapaxes(-1, -2) / np.sqrt(80) + bias
+    probs = np.exp(scores - scores.max(-1, keepdims=True))
+    np.testing.assert_allclose(y, probs / probs.sum(-1, keepdims=True) @ values, rtol=1e-5, atol=1e-6)
+
+
+@needs_compiler
 def test_scores_that_lie_far_apart(call):
     q, k, v = (np.zeros((1, 1, n, 16), np.float32) for n in (1, 16, 16))
     q[..., 0], k[0, 0, :, 0], v[0, 0, :, 0] = 4.0, np.linspace(-300, 300, 16), np.arange(16)

@@ -53,15 +53,16 @@ class Ours:
         self.sampler, self.history = Sampler(SamplingConfig()), History([], [])
         self.weights, self.steps = {}, {}
 
-    def network(self, caches=None, int8=False):
+    def network(self, caches=None, weights="float32"):
         """A network; those of one kind share their weights."""
         from mindspore import Tensor  # noqa: PLC0415
 
         from sporeloom.inference.memory import side_by_side  # noqa: PLC0415
         from sporeloom.inference.model import build_model  # noqa: PLC0415
+        from sporeloom.models.weight_formats import WEIGHT_FORMATS  # noqa: PLC0415
         from sporeloom.strategy.config import SINGLE_DEVICE  # noqa: PLC0415
 
-        net = build_model("pangu", self.config, SINGLE_DEVICE, caches, int8)
+        net = build_model("pangu", self.config, SINGLE_DEVICE, caches, WEIGHT_FORMATS[weights])
         draw = np.random.default_rng(0)
         parameters = list(net.get_parameters())
         for p, place in zip(parameters, side_by_side(parameters), strict=True):
@@ -69,10 +70,10 @@ class Ours:
                 place[...] = 0
                 p.set_data(Tensor.from_numpy(place))
                 continue
-            key = (p.name, str(p.dtype))
+            key = (p.name, str(p.dtype), p.shape)
             if key not in self.weights:
                 value = draw.standard_normal(p.shape, np.float32) * 0.02
-                place[...] = (value * 1000).astype(np.int8) if "Int8" in key[1] else value
+                place[...] = value if key[1] == "Float32" else (value * 1000).astype(np.int8).astype(place.dtype)
                 self.weights[key] = Tensor.from_numpy(place)
             p.set_data(self.weights[key])
         return net
@@ -80,12 +81,12 @@ class Ours:
     def choose(self, logits) -> list[int]:
         return [self.sampler.choose(row, self.history) for row in logits.values()]
 
-    def cached(self, batch, context, int8):
+    def cached(self, batch, context, weights):
         from sporeloom.inference.mixed import cached  # noqa: PLC0415
         from sporeloom.models.slots import num_slots_for  # noqa: PLC0415
 
         slots = num_slots_for(context + STEPS_A_TURN)
-        decoding = cached(self.engine, self.network((batch, slots), int8), self.config, batch, slots)
+        decoding = cached(self.engine, self.network((batch, slots), weights), self.config, batch, slots)
         decoding.slot_table.lengths[:] = context
 
         def step():
@@ -95,10 +96,10 @@ class Ours:
 
         return step
 
-    def recomputed(self, batch, context, int8):
+    def recomputed(self, batch, context, weights):
         from sporeloom.inference.decoding import UncachedDecoder  # noqa: PLC0415
 
-        decoding = UncachedDecoder(self.engine, self.network(int8=int8), self.config, batch)
+        decoding = UncachedDecoder(self.engine, self.network(weights=weights), self.config, batch)
 
         def step():
             for row in range(batch):
@@ -108,11 +109,12 @@ class Ours:
         return step
 
     def __call__(self, case):
-        kind, batch, context, int8 = case["kind"], case["batch"], case["context"], case.get("int8", False)
-        key = (kind, batch, context, int8)
+        kind, batch, context = case["kind"], case["batch"], case["context"]
+        weights = case.get("weights", "float32")
+        key = (kind, batch, context, weights)
         if key not in self.steps:
             self.steps = {}  # one network with its cache at a time
-            self.steps[key] = getattr(self, kind)(batch, context, int8)
+            self.steps[key] = getattr(self, kind)(batch, context, weights)
             timed(self.steps[key], WARM_UP if kind == "cached" else 2)  # kernels choose their threads by trying
         return {"seconds": timed(self.steps[key], STEPS_A_TURN if kind == "cached" else 1)}
 
@@ -221,15 +223,18 @@ def main() -> None:
         found[tuple(case.values())] = measure(workers, {"kind": "cached", **case}, bandwidths)
         widths[tuple(case.values())] = bandwidths[before:]
         print(f"{case}: {found[tuple(case.values())]}", flush=True)
-    int8 = measure(workers[:2], {"kind": "cached", **AT_512, "int8": True}, bandwidths)
+    coarse = {
+        name: measure(workers[:2], {"kind": "cached", **AT_512, "weights": name}, bandwidths)
+        for name in ("int8", "int4")
+    }
     recomputed = measure(workers[:1], {"kind": "recomputed", **AT_512}, bandwidths)[0]
     versions = [worker.version for worker in workers]
     for worker in workers:
         worker.close()
-    report(versions, found, widths, bandwidths, recomputed, int8)
+    report(versions, found, widths, bandwidths, recomputed, coarse)
 
 
-def report(versions, found, widths, bandwidths, recomputed, int8) -> None:
+def report(versions, found, widths, bandwidths, recomputed, coarse) -> None:
     medians = {key: [statistics.median(taken) for taken in each] for key, each in found.items()}
     bandwidth = statistics.median(bandwidths)
     has_peer = len(versions) > 2
@@ -262,20 +267,24 @@ def report(versions, found, widths, bandwidths, recomputed, int8) -> None:
             + "".join(f" {seconds * 1e3:.1f} | {seconds / ours:.2f} |" for seconds in theirs)
         )
     shares = {context: share_of_limit((1, context), found[1, context][0], widths[1, context]) for context in CONTEXTS}
-    lines += ["", "| | measured | target |", "|---|---|---|", *targets(medians, shares, recomputed, int8)]
+    lines += ["", "| | measured | target |", "|---|---|---|", *targets(medians, shares, recomputed, coarse)]
     print("\n".join(lines))
     RESULTS.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def targets(medians, shares, recomputed, int8) -> list[str]:
+def targets(medians, shares, recomputed, coarse) -> list[str]:
     """Rows of the second table."""
-    cached, (eight, eight_by_operators) = medians[1, 512][0], map(statistics.median, int8)
+    cached = medians[1, 512][0]
+    eight, eight_by_operators = map(statistics.median, coarse["int8"])
+    four, four_by_operators = map(statistics.median, coarse["int4"])
     rows = [
         *((f"share of the limit, batch 1 at context {c}", f"{share:.2f}", "0.75") for c, share in shares.items()),
         ("time at context 1000 against 64", f"{medians[1, 1000][0] / medians[1, 64][0]:.2f}", "at most 1.3"),
         ("tokens/s of 8 rows against 1, at 512", f"{8 * cached / medians[8, 512][0]:.1f}", ""),
         (f"int8 at 512, {eight * 1e3:.1f} ms: times as fast as float32", f"{cached / eight:.1f}", "2.5"),
         ("int8 at 512 by MindSpore's operators, ms", f"{eight_by_operators * 1e3:.0f}", ""),
+        (f"int4 at 512, {four * 1e3:.1f} ms: times as fast as int8", f"{eight / four:.1f}", ""),
+        ("int4 at 512 by MindSpore's operators, ms", f"{four_by_operators * 1e3:.0f}", ""),
         ("cached against recomputed at 512", f"{statistics.median(recomputed) / cached:.0f}", "20"),
     ]
     if len(medians[1, 512]) > 2:

@@ -2,8 +2,8 @@
 """Decoding one sequence on one CPU process beside llama.cpp built for this processor, on a quiet machine and beside a program
 that keeps one core busy.
 
-PanGu 350M's dims against llama.cpp's GPT-2 of the same dims, random weights, context 512: int8 beside Q8_0, float32 beside
-F32, each with a thread for each core; all workers take turns in one run.
+PanGu 350M's dims against llama.cpp's GPT-2 of the same dims, random weights, context 512: int8 beside Q8_0, int4 in groups of
+32 beside Q4_0, float32 beside F32, each with a thread for each core; all workers take turns in one run.
 Writes benchmarks/results/decode_busy.md. `pip install --no-binary llama-cpp-python llama-cpp-python gguf`, here or into
 another environment (`--peer-python`), then `python benchmarks/decode_busy.py`. Where llama.cpp's AMX kernels end in a
 segmentation fault, as on virtual machines that hide AMX, give CMAKE_ARGS="-DGGML_NATIVE=OFF" and the other features by name.
@@ -27,7 +27,8 @@ from turns import Worker, serve
 DIMS = {"vocab_size": 40000, "hidden_size": 1024, "num_layers": 24, "num_heads": 16, "seq_len": 1024}
 CONTEXT, TURNS, STEPS_A_TURN, WARM_UP = 512, 9, 16, 8
 RESULTS = Path(__file__).resolve().parent / "results" / "decode_busy.md"
-NAMES = {"int8": "sporeloom int8", "float32": "sporeloom float32", "Q8_0": "llama.cpp Q8_0", "F32": "llama.cpp F32"}
+OURS = {"int4-g32": "sporeloom int4, groups of 32", "int8": "sporeloom int8", "float32": "sporeloom float32"}
+NAMES = {**OURS, "Q4_0": "llama.cpp Q4_0", "Q8_0": "llama.cpp Q8_0", "F32": "llama.cpp F32"}
 
 
 class Sporeloom:
@@ -38,7 +39,7 @@ class Sporeloom:
 
         ours = Ours()
         self.version = ours.version
-        self.step = ours.cached(1, CONTEXT, weights == "int8")
+        self.step = ours.cached(1, CONTEXT, weights)
 
 
 class LlamaCpp:
@@ -135,7 +136,7 @@ def measure(workers: dict[str, Worker], busy: int) -> dict[str, list[float]]:
 
 
 def work(name: str) -> None:
-    worker = Sporeloom(name) if name in ("int8", "float32") else LlamaCpp(name)
+    worker = Sporeloom(name) if name in OURS else LlamaCpp(name)
     for _ in range(WARM_UP):
         worker.step()
 
@@ -156,8 +157,7 @@ def main() -> None:
     if arguments.worker:
         return work(arguments.worker)
     workers = {
-        name: Worker(__file__, name, sys.executable if name in ("int8", "float32") else arguments.peer_python)
-        for name in NAMES
+        name: Worker(__file__, name, sys.executable if name in OURS else arguments.peer_python) for name in NAMES
     }
     load = os.getloadavg()[0]
     found = {busy: measure(workers, busy) for busy in (0, 1)}

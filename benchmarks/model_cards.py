@@ -33,6 +33,7 @@ from sporeloom.inference.model import CACHE, build_model  # noqa: E402
 from sporeloom.models.config import ModelConfig  # noqa: E402
 from sporeloom.models.family import size_config  # noqa: E402
 from sporeloom.models.slots import SLOTS_MULTIPLE, num_slots_for  # noqa: E402
+from sporeloom.models.weight_formats import WEIGHT_FORMATS  # noqa: E402
 from sporeloom.planner.cluster import Cluster, read_cluster  # noqa: E402
 from sporeloom.planner.dimensions import of_decoder  # noqa: E402
 from sporeloom.planner.errors import NoInterval, time_interval  # noqa: E402
@@ -52,7 +53,8 @@ RESERVED_GB = Cluster.reserved_gb
 """Of every device, on all of CLUSTERS."""
 CAPACITY_FACTOR = 1.25
 """Of the second plan of models whose experts have no capacity limit."""
-ITEMSIZE = {"Float32": 4, "BFloat16": 2, "Float16": 2, "Int8": 1, "Int32": 4}
+ITEMSIZE = {"Float32": 4, "BFloat16": 2, "Float16": 2, "Int8": 1, "UInt8": 1, "Int32": 4}
+WEIGHTS = ("float32", "int8")
 PICTURES = "docs/images/models"
 PAGE = ROOT / "docs/reference/model_cards.md"
 
@@ -228,16 +230,17 @@ def strategy_with(config: ModelConfig, tp: int) -> Strategy:
 
 
 @functools.cache
-def served(family: str, size: str, tp: int, int8: bool) -> Served:
+def served(family: str, size: str, tp: int, weights: str) -> Served:
     """What the network of a server holds on each of `tp` devices."""
     config = dataclasses.replace(size_config(family, size), compute_dtype="bfloat16", dropout_rate=0.0)
-    net = build_model(family, config, strategy_with(config, tp), (ROWS, num_slots_for(served_tokens(config))), int8)
-    weights = cache = 0
+    shape, held = (ROWS, num_slots_for(served_tokens(config))), WEIGHT_FORMATS[weights]
+    net = build_model(family, config, strategy_with(config, tp), shape, held)
+    of_weights = cache = 0
     for parameter in net.get_parameters():
         local = math.prod(net.parallel_report.of(parameter.name).local_shape) * ITEMSIZE[str(parameter.dtype)]
         cache += local if CACHE in parameter.name else 0
-        weights += 0 if CACHE in parameter.name else local
-    return Served(weights, cache)
+        of_weights += 0 if CACHE in parameter.name else local
+    return Served(of_weights, cache)
 
 
 def possible_devices(config: ModelConfig) -> tuple[list[int], str]:
@@ -250,25 +253,25 @@ def possible_devices(config: ModelConfig) -> tuple[list[int], str]:
     return degrees, ""
 
 
-def fewest_devices(card: Card, usable: float, int8: bool) -> tuple[int, Served] | str:
+def fewest_devices(card: Card, usable: float, weights: str) -> tuple[int, Served] | str:
     """The smallest tensor parallel degree at which a server fits, or why none does."""
-    least = of_decoder(card.config).num_parameters * (1 if int8 else 4)
+    least = of_decoder(card.config).num_parameters * WEIGHT_FORMATS[weights].bits / 8
     degrees, larger = possible_devices(card.config)
     for tp in degrees:
-        if least / tp <= usable and sum(found := served(card.family, card.size, tp, int8)) <= usable:
+        if least / tp <= usable and sum(found := served(card.family, card.size, tp, weights)) <= usable:
             return tp, found
-    needed = sum(served(card.family, card.size, degrees[-1], int8)) / GB
+    needed = sum(served(card.family, card.size, degrees[-1], weights)) / GB
     return f"none: {needed:.0f} GB on each of {degrees[-1]}" + (f"; {larger}" if larger else "")
 
 
-def serving_row(card: Card, cluster: str, int8: bool) -> tuple[str, ...]:
+def serving_row(card: Card, cluster: str, weights: str) -> tuple[str, ...]:
     """Cells of a server: device, weights, number of devices, GB of weights and of the cache on each."""
-    kind, of = "int8" if int8 else "float32", read_cluster(Path(cluster))
-    found, device = fewest_devices(card, of.usable_bytes, int8), f"{of.memory_gb} GB"
+    of = read_cluster(Path(cluster))
+    found, device = fewest_devices(card, of.usable_bytes, weights), f"{of.memory_gb} GB"
     if isinstance(found, str):
-        return device, kind, found, "-", "-"
+        return device, weights, found, "-", "-"
     tp, held = found
-    return device, kind, str(tp), f"{held.weights / GB:.2f} GB", f"{held.cache / GB:.2f} GB"
+    return device, weights, str(tp), f"{held.weights / GB:.2f} GB", f"{held.cache / GB:.2f} GB"
 
 
 def served_line(card: Card) -> str:
@@ -277,7 +280,7 @@ def served_line(card: Card) -> str:
 
 
 def serving(card: Card) -> str:
-    rows = [serving_row(card, cluster, int8) for cluster in SERVERS for int8 in (False, True)]
+    rows = [serving_row(card, cluster, weights) for cluster in SERVERS for weights in WEIGHTS]
     heads = ("device", "weights", "number of devices", "weights of each", "KV cache of each")
     return f"{served_line(card)}\n\n{table(heads, rows)}"
 

@@ -48,11 +48,11 @@ def edits() -> list[tuple[list[int], list[int]]]:
 class Bench:
     """One network; answers with drafts and without."""
 
-    def __init__(self, ours: Ours, num_rows: int, int8: bool):
+    def __init__(self, ours: Ours, num_rows: int, weights: str):
         from sporeloom.inference.mixed import cached  # noqa: PLC0415
 
         self.engine, self.config, self.num_rows = ours.engine, ours.config, num_rows
-        net = ours.network((num_rows, SLOTS), int8)
+        net = ours.network((num_rows, SLOTS), weights)
         self.decoding = cached(self.engine, net, ours.config, num_rows, SLOTS, num_drafts=MOST)
         self.decoding.prepare([PROMPT_TOKENS], 1)
 
@@ -127,7 +127,7 @@ def main() -> None:
     ours, pairs, lines, caches = Ours(), edits(), [], []
     for weights in asked.weights:
         for num_rows in asked.rows:
-            bench = Bench(ours, num_rows, weights == "int8")
+            bench = Bench(ours, num_rows, weights)
             plain, drafted, right = measure(bench, pairs, asked.rounds)
             tokens = num_rows * (ANSWER_TOKENS - 1)
             ratios = [before / after for before, after in zip(plain, drafted, strict=True)]

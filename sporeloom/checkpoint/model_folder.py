@@ -21,6 +21,7 @@ from sporeloom.checkpoint.contents import BESIDE_WEIGHTS, check_contents
 from sporeloom.checkpoint.finite import check_finite
 from sporeloom.checkpoint.generation_config import with_end_tokens
 from sporeloom.checkpoint.manifest import MANIFEST, read_manifest
+from sporeloom.checkpoint.packed_matrix import Int4
 from sporeloom.checkpoint.published_folder import (
     BESIDE,
     is_published_folder,
@@ -48,6 +49,7 @@ from sporeloom.models.config import ModelConfig
 from sporeloom.models.config_file import CONFIG, is_published_config
 from sporeloom.models.family import FAMILIES
 from sporeloom.models.parts.experts import STACKED
+from sporeloom.models.weight_formats import WEIGHT_FORMATS, WeightFormat, WeightName, format_problems, held_format
 from sporeloom.strategy.tensor_slice import TensorSlice
 
 TENSOR_FILES = (".safetensors", ".safetensors.index.json")
@@ -152,6 +154,10 @@ class FolderWeights:
     """
     damage: Callable[[slice], str | None] = lambda share: None
     """The first tensor that differs from what was written, or None. Takes the slices to check."""
+    packed: WeightFormat | None = None
+    """The format of matrices that are quantized already."""
+    read_int4: Callable[[str], Int4] | None = None
+    """Read one of those as it is."""
 
 
 def open_weights(folder: Path) -> FolderWeights:
@@ -190,7 +196,8 @@ def _published_weights(folder: Path) -> FolderWeights:
     def read(name: str, part: TensorSlice) -> NDArray[Any]:
         return np.concatenate(list(read_slice(rows[name], part)))
 
-    return FolderWeights(source.shapes, read)  # `open_published` has compared the contents with their hashes
+    packed = {"packed": source.weights, "read_int4": source.read_int4} if source.packed else {}
+    return FolderWeights(source.shapes, read, **packed)  # `open_published` has compared the contents with their hashes
 
 
 def _weights_of_state(folder: Path) -> FolderWeights:
@@ -208,6 +215,17 @@ def _weights_of_state(folder: Path) -> FolderWeights:
         if not name.startswith(BESIDE_WEIGHTS) and name not in beside
     }
     return FolderWeights(shapes, CheckpointReader(folder, manifest).read, lambda share: damage(folder, manifest, share))
+
+
+def weight_problems(name: WeightName, folder: Path, config: ModelConfig, tp: int = 1) -> list[str]:
+    """List the reasons why a checkpoint folder, or its shards on `tp` ranks, cannot be held in a format."""
+    if WEIGHT_FORMATS[name].bits != 4:
+        return []
+    try:
+        packed = open_published(folder).weights if is_published_folder(folder) else None
+        return [f"--weights {name}: {each}" for each in format_problems(held_format(name, packed, folder), config, tp)]
+    except ConfigError as error:
+        return error.problems
 
 
 def load_weights(folder: Path) -> dict[str, NDArray[Any]]:

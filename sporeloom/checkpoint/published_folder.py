@@ -6,7 +6,8 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sporeloom.checkpoint.generation_config import GENERATION_CONFIG, end_tokens, with_end_tokens
-from sporeloom.checkpoint.tensor_files import StoredTensor, model_files, read_rows, stored_tensors
+from sporeloom.checkpoint.packed_matrix import PARTS, Int4, PackedMatrix, packed_matrices
+from sporeloom.checkpoint.quantization_config import KEY, read_quantization
+from sporeloom.checkpoint.tensor_files import StoredTensor, model_files, read_float32, read_rows, stored_tensors
 from sporeloom.checkpoint.tensor_hashes import tensor_damage
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.hashes import check_hashes
@@ -24,8 +27,9 @@ from sporeloom.data.chat_template import TEMPLATE
 from sporeloom.models.adapters import is_adapter_folder
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.config_file import CONFIG, PublishedModel, is_published_config, read_published_config
-from sporeloom.models.parameters import parameter_shapes
+from sporeloom.models.parameters import Shapes, parameter_shapes
 from sporeloom.models.published import PublishedFormat
+from sporeloom.models.weight_formats import WHOLE_ROW, WeightFormat
 from sporeloom.strategy.tensor_slice import TensorSlice
 
 BESIDE = (
@@ -51,6 +55,8 @@ class PublishedFolder:
     way: PublishedFormat
     model: ModelConfig
     tensors: dict[str, StoredTensor]
+    packed: dict[str, PackedMatrix] = field(default_factory=dict)
+    """Matrices of 4 bits, by the name of what their numbers are as floating point."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -72,6 +78,30 @@ class PublishedFolder:
                     found.setdefault(part.name, []).append((tensor._replace(shape=(1, *tensor.shape)), 0, 1))
         return found
 
+    @cached_property
+    def weights(self) -> WeightFormat | None:
+        """The format in which the matrices of a quantized folder are held as they are."""
+        if not self.packed:
+            return None
+        sizes = {matrix.shape[1] // matrix.num_groups for matrix in self.packed.values()}
+        size = min(sizes) if len(sizes) == 1 else WHOLE_ROW
+        is_packed = {name: [t.name in self.packed for t, *_ in rows] for name, rows in self.rows().items()}
+        exact = frozenset(name.removesuffix(".weight") for name, each in is_packed.items() if not all(each))
+        return WeightFormat("int4", 4, size, has_zeros=True, exact=exact)
+
+    def read_int4(self, name: str) -> Int4:
+        """Read a matrix of 4 bits as it is.
+
+        Raises:
+            ConfigError: a file is damaged, or columns of a group are not neighbours.
+        """
+        rows = self.rows()[name]
+        parts = [[array[start:stop] for array in self.packed[tensor.name].int4()] for tensor, start, stop in rows]
+        if len(rows[0][0].shape) > 2:  # of experts, whose rows are all of a tensor's
+            whole = [self.packed[tensor.name].int4() for tensor, *_ in rows]
+            return Int4(*(np.stack(arrays) for arrays in zip(*whole, strict=True)))
+        return Int4(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+
 
 def open_published(folder: Path, family: str | None = None) -> PublishedFolder:
     """Open a folder with config.json and safetensors, of `family` or of the one that knows its model_type.
@@ -84,6 +114,7 @@ def open_published(folder: Path, family: str | None = None) -> PublishedFolder:
     check_hashes(folder)
     family, way, model, *_ = _configuration(folder, family)
     tensors = stored_tensors(model_files(folder))
+    packed = _unpack(folder, tensors, way.shapes(model))
     if model.tied_embedding:
         _drop_tied_head(way, tensors, folder)
     copies = [name for name, original in way.repeated(model).items() if _drop_copy(tensors, name, original, folder)]
@@ -92,7 +123,7 @@ def open_published(folder: Path, family: str | None = None) -> PublishedFolder:
         raise ConfigError(f"{folder}: {problem}" for problem in problems)
     if problem := tensor_damage(folder):
         raise ConfigError(problem)
-    return PublishedFolder(folder, family, way, model, tensors)
+    return PublishedFolder(folder, family, way, model, tensors, packed)
 
 
 def is_published_folder(folder: Path) -> bool:
@@ -137,6 +168,8 @@ def _configuration(folder: Path, family: str | None = None) -> PublishedModel:
         ConfigError: a configuration that cannot be used.
     """
     document = read_json(folder / CONFIG)
+    read_quantization(folder, document.mapping)
+    document.value = {key: value for key, value in document.mapping.items() if key != KEY}
     found = read_published_config(document, family)
     if found.unknown:
         milestone_once(f"{document.source}: keys that are unknown and ignored: {', '.join(found.unknown)}")
@@ -148,6 +181,41 @@ def _configuration(folder: Path, family: str | None = None) -> PublishedModel:
         return found._replace(model=model)
     milestone_once(
         f"{document.source}: no eos_token_id; documents end with token {model.eod_id} unless eod_id says otherwise"
+    )
+    return found
+
+
+def _unpack(folder: Path, tensors: dict[str, StoredTensor], shapes: Shapes) -> dict[str, PackedMatrix]:
+    """Replace the parts of packed matrices by one tensor of each. Returns the matrices by its name.
+
+    Raises:
+        ConfigError: parts that do not go together, or that no configuration explains.
+    """
+    quantization = read_quantization(folder, read_json(folder / CONFIG).mapping)
+    if quantization is None:
+        if packed := next((name for name in tensors if name.endswith(".qweight")), None):
+            raise ConfigError(f"{folder}: {packed} is quantized, but {CONFIG} has no {KEY}")
+        return {}
+    found = {}
+    for base, matrix in packed_matrices(tensors, quantization).items():
+        stored, name = tensors[f"{base}.qweight"], f"{base}.weight"
+        if name in tensors:
+            raise ConfigError(
+                f"{folder}: both {name} and {base}.qweight are there; remove the one that is not the model's"
+            )
+        for part in PARTS:
+            tensors.pop(f"{base}.{part}", None)
+        bias = tensors.get(f"{base}.bias")
+        if bias and f"{base}.bias" not in shapes and not read_float32(bias).any():
+            del tensors[f"{base}.bias"]  # zeros, which some versions of AutoGPTQ write for every matrix
+        tensors[name] = StoredTensor(stored.path, name, "float32", matrix.shape, 0, matrix.dequantized)
+        found[name] = matrix
+    if not found:
+        raise ConfigError(f"{folder}: {CONFIG} has a {KEY}, but no tensor is named *.qweight")
+    said = "all columns" if quantization.group_size < 0 else f"{quantization.group_size} columns"
+    milestone_once(
+        f"{folder}: {len(found)} matrices of 4 bits ({quantization.method}, groups of {said}); --weights int4 computes with "
+        "them as they are"
     )
     return found
 

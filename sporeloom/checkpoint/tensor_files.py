@@ -66,6 +66,8 @@ class StoredTensor(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     offset: int
+    dequantized: Callable[[], NDArray[np.float32]] | None = None
+    """Reads a matrix whose numbers are packed in other tensors."""
 
 
 Arrays = Iterable[NDArray[Any] | Iterator[NDArray[Any]]]
@@ -220,6 +222,10 @@ def read_rows(
     Raises:
         ConfigError: it holds no such numbers, or some that are not finite or too large; it cannot be read.
     """
+    if tensor.dequantized:
+        found = tensor.dequantized().reshape(tensor.shape)[(slice(start, stop), *rest)]
+        yield narrow(found, numpy_dtype(dtype), f"{tensor.path}: {tensor.name}")
+        return
     width = math.prod(tensor.shape[1:])
     step = max(1, CHUNK_NUMBERS // width)
     is_whole = all(s.stop - s.start == length for s, length in zip(rest, tensor.shape[1:], strict=False))

@@ -16,13 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from sporeloom.checkpoint.model_folder import load_text_config
+from sporeloom.checkpoint.model_folder import load_text_config, weight_problems
 from sporeloom.core.command_line import Overwrite, check_numbers, option, output, parse_args
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.files import check_regular, write_atomically
 from sporeloom.core.json_text import json_text
 from sporeloom.core.numbers import Natural
 from sporeloom.models.family import family_module
+from sporeloom.models.weight_formats import WEIGHTS_HELP, WeightName
 from sporeloom.runtime.environment import launched_processes, prepare_environment
 from sporeloom.strategy.checks import batch_problems, launch_problems, model_problems
 from sporeloom.strategy.config import SINGLE_DEVICE
@@ -37,6 +38,7 @@ class ScoreConfig(Overwrite):
     eod_id: Natural | None = option(
         None, "end-of-document id, after which attention and positions start anew (default: none)"
     )
+    weights: WeightName = option("float32", WEIGHTS_HELP)
     strategy: Path | None = option(None, "strategy file, or name of a built-in strategy (default: one device)")
     domain: Natural | None = option(None, "domain of all texts, for models with domain-routed experts (default: none)")
 
@@ -67,11 +69,13 @@ def main(argv: Sequence[str]) -> int:
     ids = read_ids(config.ids, model.vocab_size, model.seq_len)
     strategy = load_strategy(config.strategy, for_inference=True) if config.strategy else SINGLE_DEVICE
     problems = launch_problems(strategy, launched_processes()) + model_problems(strategy, model)
+    problems += weight_problems(config.weights, config.checkpoint, model, strategy.mesh.tp)
     if problems := problems + batch_problems(strategy, len(ids), min(ids.shape[1], model.seq_len), training=False):
         raise ConfigError(problems)
     prepare_environment()
     engine = import_module("sporeloom.runtime.engine").Engine.start(strategy)  # loads MindSpore
-    scorer = import_module("sporeloom.inference.score").Scorer(engine, config.checkpoint, family, model)
+    of = config.checkpoint, family, model, config.weights
+    scorer = import_module("sporeloom.inference.score").Scorer(engine, *of)
     result = scorer.score(ids, config.eod_id)
     if result is not None:
         if not math.isfinite(result.loss):

@@ -80,6 +80,7 @@ def check(config: HarnessConfig, num_processes: int | None) -> Harness:
         max_new_tokens=config.max_new_tokens,
         batch_size=config.batch_size,
         weights=config.weights,
+        kv_cache=config.kv_cache,
         domain=config.domain,
     )
     job = problems.of(inference.check, asked, num_processes, [])

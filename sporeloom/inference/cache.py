@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,9 +65,26 @@ class SlotTable:
         return np.stack(parts, -1).astype(np.int32)
 
 
-def cache_bytes(config: ModelConfig, num_rows: int, num_slots: int) -> int:
+CacheName = Literal["auto", "int8"]
+KV_CACHE_HELP = (
+    "number type of the KV cache; int8: a quarter of float32's memory, with a scale for each token and head; auto: the type "
+    "that the model computes in"
+)
+"""Help of the flag --kv-cache."""
+
+
+def cache_problems(name: CacheName, config: ModelConfig) -> list[str]:
+    """List the reasons why a model's cache cannot have a number type."""
+    if name == "auto" or not config.latent:
+        return []
+    return ["--kv-cache int8 is for attention with keys and values of heads; this model caches latents: leave it out"]
+
+
+def cache_bytes(config: ModelConfig, num_rows: int, num_slots: int, name: CacheName = "auto") -> int:
     """Bytes of the keys and values of all layers, on all devices together; and of what convolutions and sparse attention
-    keep."""
+    keep. `name`: the number type of --kv-cache."""
+    if name == "int8":
+        return num_rows * num_slots * config.num_layers * (sum(config.cache_widths) + 2 * 4 * config.kv_heads)
     itemsize = {"float32": 4, "float16": 2, "bfloat16": 2}[config.compute_dtype]
     entries = config.num_layers * num_slots * sum(config.cache_widths)
     if config.indexer:

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-from sporeloom.checkpoint.model_folder import load_text_config
+from sporeloom.checkpoint.model_folder import load_text_config, weight_problems
 from sporeloom.core.command_line import option
 from sporeloom.core.errors import ConfigError, Problems, did_you_mean
 from sporeloom.core.lines import split_lines
@@ -26,12 +26,14 @@ from sporeloom.data.tokenizer import (
     infill_prompt,
     text_prompt,
 )
+from sporeloom.inference.cache import KV_CACHE_HELP, CacheName, cache_problems
 from sporeloom.inference.sampling import SamplingConfig
 from sporeloom.inference.speculation_config import DraftModel, SpeculationFlags, read_draft, speculation_problems
 from sporeloom.inference.stopping import StopCondition, at_closed_brace, at_dedent
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import family_module
 from sporeloom.models.slots import num_slots_for
+from sporeloom.models.weight_formats import WEIGHTS_HELP, WeightName
 from sporeloom.strategy.checks import launch_problems, model_problems
 from sporeloom.strategy.config import SINGLE_DEVICE, Strategy
 from sporeloom.strategy.flags import StrategyFlags
@@ -48,9 +50,8 @@ class ComputeFlags(StrategyFlags):
     common: ClassVar[tuple[str, ...]] = ("weights",)
 
     tokenizer: Path | None = option(None, "tokenizer of the family: a file or a folder (default: the checkpoint's)")
-    weights: Literal["float32", "int8"] = option(
-        "float32", "number type of weights; int8: a quarter of the memory, with one scale for each output channel"
-    )
+    weights: WeightName = option("float32", WEIGHTS_HELP)
+    kv_cache: CacheName = option("auto", KV_CACHE_HELP)
     domain: Natural | None = option(None, "domain of all texts, for models with domain-routed experts (default: none)")
 
     def read_model(self, checkpoint: Path) -> tuple[str, ModelConfig]:
@@ -167,6 +168,7 @@ def check(
     if strategy:
         problems += launch_problems(strategy, num_processes) if num_processes is not None else []
         problems += model_problems(strategy, model) if model else []
+        problems += weight_problems(config.weights, config.checkpoint, model, strategy.mesh.tp) if model else []
         if config.interactive and strategy.mesh.size > 1:
             problems.append("--interactive runs on one device; use --prompt-file with --strategy")
     problems += speculation_problems(config, model, strategy)
@@ -199,7 +201,7 @@ def _tokenizer(config: GenerateConfig, family: str, model: ModelConfig) -> Token
 
 def _draft(config: GenerateConfig, family: str, model: ModelConfig) -> DraftModel | None:
     tokenizer = config.tokenizer or find_tokenizer(family, config.checkpoint)
-    return read_draft(config, (family, model), tokenizer, config.domain, config.weights == "int8")
+    return read_draft(config, (family, model), tokenizer, config.domain, config.weights)
 
 
 def _all_in_form(
@@ -319,10 +321,13 @@ def prompt_problems(name: str, prompt: Prompt, model: ModelConfig, max_new_token
 
 
 def _own_problems(config: GenerateConfig, model: ModelConfig | None) -> list[str]:
-    problems = []
+    problems: list[str] = []
     sources = [config.prompt is not None, config.prompt_file is not None, config.interactive]
     if sum(sources) > 1:
         problems.append("--prompt, --prompt-file and --interactive exclude each other")
+    problems += cache_problems(config.kv_cache, model) if model else []
+    if config.kv_cache != "auto" and config.no_cache:
+        problems.append(f"--kv-cache {config.kv_cache} has no effect with --no-cache; leave one of them out")
     if config.num_drafts and config.no_cache:
         problems.append(f"--speculate {config.speculate} drafts into the KV cache; leave out --no-cache")
     if config.min_new_tokens > config.max_new_tokens:

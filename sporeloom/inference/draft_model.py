@@ -193,7 +193,7 @@ def open_speculation(
 
 
 def _open_model(draft: DraftModel, engine: Engine, shape: tuple[int, int]) -> ModelDrafter:
-    net = load_model(draft.folder, draft.family, draft.model, engine.strategy, shape, draft.int8)
+    net = load_model(draft.folder, draft.family, draft.model, engine.strategy, shape, draft.weights)
     decoding = cached(engine, net, draft.model, *shape, num_drafts=CATCH_UP - 1)
     weights = sum(parameter.nbytes for parameter in net.get_parameters() if CACHE not in parameter.name)
     milestone(

@@ -283,6 +283,8 @@ typedef struct {
   const float *scale, *bias;
   float *y;
   int64_t m, k, n;
+  const uint8_t *zero; /* of int4: zero points of groups of so many columns */
+  int64_t group;
 } Product;
 
 /* What rows i .. of m ask for: each its share of `next`, the slice of w that is worked on then, so that memory is never idle
@@ -334,17 +336,7 @@ static inline Ahead to_ask(int64_t i, int64_t m, const char *w, const char *next
   /* Not 0: there is no memory. */                                                                                     \
   static int NAME(const float *x, const TYPE *w, const float *scale, const float *bias, float *y, int64_t m,           \
                   int64_t k, int64_t n) {                                                                              \
-    const int64_t most = m < PANEL ? m : PANEL;                                                                        \
-    float *packed = m > 1 ? aligned_alloc(LINE, most * k * sizeof(float)) : NULL;                                      \
-    if (m > 1 && !packed) return 1;                                                                                    \
-    for (int64_t i = 0, rows; i < m; i += rows) {                                                                      \
-      rows = m - i < most ? m - i : most;                                                                              \
-      if (packed) side_by_side(packed, x + i * k, rows, k);                                                            \
-      const Product with = {packed ? packed : x, w, scale, bias, y + i * n, rows, k, n};                               \
-      in_parallel(NAME##_columns, &with, n / ROWS, rows *n *k);                                                        \
-    }                                                                                                                  \
-    free(packed);                                                                                                      \
-    return 0;                                                                                                          \
+    return in_panels(NAME##_columns, (Product){x, w, scale, bias, y, m, k, n, NULL, 0});                               \
   }
 
 /* Rows of x (M, K) in slices of columns, a slice in groups of ROWS, of which LANES columns each lie together: rows at a
@@ -360,8 +352,124 @@ static void side_by_side(float *packed, const float *x, int64_t m, int64_t k) {
   }
 }
 
+/* A product by `columns`, PANEL rows of x at once. Not 0: there is no memory. */
+static int in_panels(Work columns, Product p) {
+  const float *x = p.x;
+  const int64_t m = p.m, most = m < PANEL ? m : PANEL;
+  float *packed = m > 1 ? aligned_alloc(LINE, most * p.k * sizeof(float)) : NULL;
+  if (m > 1 && !packed) return 1;
+  for (int64_t i = 0; i < m; i += p.m, p.y += p.m * p.n) {
+    p.m = m - i < most ? m - i : most;
+    if (packed) side_by_side(packed, x + i * p.k, p.m, p.k);
+    p.x = packed ? packed : x;
+    in_parallel(columns, &p, p.n / ROWS, p.m * p.n * p.k);
+  }
+  free(packed);
+  return 0;
+}
+
 PRODUCT(product, float, load)
 PRODUCT(product8, int8_t, load8)
+
+/* int4: 2 * LANES columns of a row in LANES bytes, the first half of them in the low bits. An entry is (q - zero) * scale of its
+ * group, rounded once, as the operators have it: where the processor can choose from 16 floats, a group's are computed once. */
+#define ZERO 8 /* where groups have no zero point of their own */
+#if defined(__AVX512F__)
+typedef vec Levels;
+static inline Levels levels(float scale, float zero) {
+  return ((vec){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} - zero) * scale;
+}
+static inline vec load4(const uint8_t *from, Levels of, int half) {
+  const __m512i q = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from)); /* the choice is by the 4 lowest bits */
+  return (vec)_mm512_permutexvar_ps(half ? _mm512_srli_epi32(q, 4) : q, (__m512)of);
+}
+#else
+typedef struct {
+  float scale, zero;
+} Levels;
+static inline Levels levels(float scale, float zero) { return (Levels){scale, zero}; }
+static inline vec load4(const uint8_t *from, Levels of, int half) {
+  vec v;
+#if defined(__AVX2__)
+  __m128i q = _mm_loadu_si128((const __m128i *)from);
+  q = _mm_and_si128(half ? _mm_srli_epi16(q, 4) : q, _mm_set1_epi8(15));
+  for (int i = 0; i < LANES; i += 8, q = _mm_unpackhi_epi64(q, q)) {
+    const __m256 part = _mm256_sub_ps(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(q)), _mm256_set1_ps(of.zero));
+    const __m256 scaled = _mm256_mul_ps(part, _mm256_set1_ps(of.scale));
+    memcpy((float *)&v + i, &scaled, sizeof scaled);
+  }
+#else
+  for (int i = 0; i < LANES; ++i) v[i] = ((half ? from[i] >> 4 : from[i] & 15) - of.zero) * of.scale;
+#endif
+  return v;
+}
+#endif
+
+/* sums[i][r] as above, for `slice` columns from `from` on and the rows of w from j on */
+#define BLOCK4(M)                                                                                                      \
+  static void product4_##M(const float *x, const Product *p, int64_t j, int64_t from, int64_t slice,                   \
+                           vec (*sums)[ROWS]) {                                                                        \
+    vec acc[M][ROWS];                                                                                                  \
+    memcpy(acc, sums, sizeof acc);                                                                                     \
+    const int64_t row = p->k / 2, groups = p->k / p->group;                                                            \
+    const uint8_t *w = (const uint8_t *)p->w + j * row + from / 2;                                                     \
+    for (int64_t c = 0; c < slice;) {                                                                                  \
+      const int64_t g = (from + c) / p->group, next = (g + 1) * p->group - from, end = next < slice ? next : slice;    \
+      Levels of[ROWS];                                                                                                 \
+      for (int r = 0; r < ROWS; ++r) {                                                                                 \
+        const int64_t at = (j + r) * groups + g;                                                                       \
+        of[r] = levels(p->scale[at], p->zero ? p->zero[at] : ZERO);                                                    \
+        __builtin_prefetch(w + (ROWS + r) * row + c / 2);                                                              \
+      }                                                                                                                \
+      for (; c < end; c += 2 * LANES)                                                                                  \
+        for (int half = 0; half < 2; ++half) {                                                                         \
+          vec in[ROWS];                                                                                                \
+          for (int r = 0; r < ROWS; ++r) {                                                                             \
+            in[r] = load4(w + r * row + c / 2, of[r], half);                                                           \
+            IN_REGISTER(in[r]);                                                                                        \
+          }                                                                                                            \
+          for (int i = 0; i < M; ++i) {                                                                                \
+            vec xi = load(x + (c + half * LANES) * M + i * LANES);                                                     \
+            IN_REGISTER(xi);                                                                                           \
+            for (int r = 0; r < ROWS; ++r) acc[i][r] += xi * in[r];                                                    \
+          }                                                                                                            \
+        }                                                                                                              \
+    }                                                                                                                  \
+    memcpy(sums, acc, sizeof acc);                                                                                     \
+  }
+BLOCK4(1)
+BLOCK4(2)
+BLOCK4(3)
+BLOCK4(4)
+
+static void product4_columns(const void *with, int64_t from, int64_t to) {
+  const Product p = *(const Product *)with;
+  const int64_t k = p.k, most = p.m > ROWS ? SLICE : k;
+  vec sums[PANEL][ROWS];
+  for (int64_t j = ROWS * from; j < ROWS * to; j += ROWS) {
+    memset(sums, 0, p.m * sizeof *sums);
+    for (int64_t c = 0; c < k; c += most) {
+      const int64_t slice = k - c < most ? k - c : most;
+      const float *x = p.x + c * p.m;
+      for (int64_t i = 0; i < p.m; i += ROWS, x += ROWS * slice) {
+        switch (p.m - i) {
+          case 1: product4_1(x, &p, j, c, slice, sums + i); break;
+          case 2: product4_2(x, &p, j, c, slice, sums + i); break;
+          case 3: product4_3(x, &p, j, c, slice, sums + i); break;
+          default: product4_4(x, &p, j, c, slice, sums + i);
+        }
+      }
+    }
+    for (int64_t i = 0; i < p.m; ++i)
+      for (int r = 0; r < ROWS; ++r) p.y[i * p.n + j + r] = sum(sums[i][r]) + (p.bias ? p.bias[j + r] : 0.0f);
+  }
+}
+
+/* x (M, K), w (N, K/32, 16), scale and zero (N, groups), zero or bias (N,) or none -> y (M, N). Not 0: there is no memory. */
+static int product4(const float *x, const void *w, const float *scale, const uint8_t *zero, const float *bias, float *y,
+                    int64_t m, int64_t k, int64_t n, int64_t groups) {
+  return in_panels(product4_columns, (Product){x, w, scale, bias, y, m, k, n, zero, k / groups});
+}
 
 /* x (M, K), w (N, K), bias (N,) or none, float32 -> (M, N); K a multiple of LANES, N of ROWS */
 int linear(int count, void **p, int *dims, int64_t **shapes, const char **types, void *stream, void *extra) {
@@ -371,6 +479,18 @@ int linear(int count, void **p, int *dims, int64_t **shapes, const char **types,
 /* the same with w int8 and its scale, (N,), (N, 1) or (1, N), before the bias */
 int linear_int8(int count, void **p, int *dims, int64_t **shapes, const char **types, void *stream, void *extra) {
   return product8(p[0], p[1], p[2], count > 4 ? p[3] : NULL, p[count - 1], shapes[0][0], shapes[0][1], shapes[1][0]);
+}
+
+/* the same with w int4 (N, K/32, 16) and its scales (N, groups) */
+int linear_int4(int count, void **p, int *dims, int64_t **shapes, const char **types, void *stream, void *extra) {
+  return product4(p[0], p[1], p[2], NULL, count > 4 ? p[3] : NULL, p[count - 1], shapes[0][0], shapes[0][1], shapes[1][0],
+                  shapes[2][1]);
+}
+
+/* and with zero points (N, groups) behind the scales */
+int linear_int4_zeros(int count, void **p, int *dims, int64_t **shapes, const char **types, void *stream, void *extra) {
+  return product4(p[0], p[1], p[2], p[3], count > 5 ? p[4] : NULL, p[count - 1], shapes[0][0], shapes[0][1], shapes[1][0],
+                  shapes[2][1]);
 }
 
 /* e^v for v <= 0; 0 below -87. Source: Cephes' expf. */
@@ -399,20 +519,53 @@ typedef struct {
   int64_t all, tokens, heads, kv, length, d;
 } Sizes;
 
+/* Of floats, or of int8 with the scale of each vector. */
+typedef struct {
+  void *keys, *values;
+  float *key_scales, *value_scales;
+} Cache;
+
 typedef struct {
   Sizes of;
-  const float *q, *keys, *values, *bias;
+  Cache cache;
+  const float *q, *bias;
   const int32_t *slots;
   float *y;
   atomic_int *failed;
 } Attention;
 
 /* parts * LANES columns of values (S, D), weighted, times `factor` -> y. Several at once: each sum waits for its last addition. */
-static inline void mix(const float *weights, const float *values, int64_t s, int64_t d, float factor, float *y, int parts) {
-  vec acc[ROWS] = {{0}};
-  for (int64_t i = 0; i < s; ++i, values += d)
-    for (int r = 0; r < parts; ++r) acc[r] += weights[i] * load(values + r * LANES);
-  for (int r = 0; r < parts; ++r) *(vec *)(y + r * LANES) = acc[r] * factor;
+#define MIX(NAME, TYPE, LOAD)                                                                                          \
+  static inline void NAME(const float *weights, const TYPE *values, int64_t s, int64_t d, float factor, float *y,      \
+                          int parts) {                                                                                 \
+    vec acc[ROWS] = {{0}};                                                                                             \
+    for (int64_t i = 0; i < s; ++i, values += d)                                                                       \
+      for (int r = 0; r < parts; ++r) acc[r] += weights[i] * LOAD(values + r * LANES);                                 \
+    for (int r = 0; r < parts; ++r) *(vec *)(y + r * LANES) = acc[r] * factor;                                         \
+  }                                                                                                                    \
+  static inline float NAME##_score(const float *q, const TYPE *key, int64_t d) {                                       \
+    vec acc = {0};                                                                                                     \
+    for (int64_t c = 0; c < d; c += LANES) acc += load(q + c) * LOAD(key + c);                                         \
+    return sum(acc);                                                                                                   \
+  }                                                                                                                    \
+  static void NAME##_all(const float *weights, const TYPE *values, int64_t s, int64_t d, float factor, float *y) {     \
+    for (int64_t c = 0; c < d; c += ROWS * LANES) {                                                                    \
+      if (d - c < ROWS * LANES)                                                                                        \
+        for (; c < d; c += LANES) NAME(weights, values + c, s, d, factor, y + c, 1);                                   \
+      else                                                                                                             \
+        NAME(weights, values + c, s, d, factor, y + c, ROWS);                                                          \
+    }                                                                                                                  \
+  }
+MIX(mix, float, load)
+MIX(mix8, int8_t, load8)
+
+/* x (D) as int8 -> y; returns its scale. As sporeloom/nn/cache.py. */
+static float quantize(const float *x, int8_t *y, int64_t d) {
+  float top = 1e-30f;
+  for (int64_t c = 0; c < d; ++c) top = fabsf(x[c]) > top ? fabsf(x[c]) : top;
+  const float scale = top / 127.0f;
+  for (int64_t c = 0; c < d; ++c) y[c] = (int8_t)rintf(x[c] / scale);
+  return scale;
 }
 
 /* Heads of queries from .. to of all: those of one head together, whose keys and values may be the same. */
@@ -427,16 +580,19 @@ static void attend_heads(const void *with, int64_t from, int64_t to) {
   }
   for (int64_t i = from; i < to; ++i) {
     const int64_t token = i % p.of.all, head = i / p.of.all, row = p.slots[3 * (token / tokens) * kv * tokens];
-    const int64_t at = (row * kv + head / (heads / kv)) * length * d, place = (token * heads + head) * d;
-    const float *q = p.q + place, *k = p.keys + at, *v = p.values + at, *hidden = p.bias + token * length;
+    const int64_t slot = (row * kv + head / (heads / kv)) * length, at = slot * d, place = (token * heads + head) * d;
+    const float *q = p.q + place, *hidden = p.bias + token * length;
+    const float *k = (const float *)p.cache.keys + at, *v = (const float *)p.cache.values + at;
+    const int8_t *k8 = (const int8_t *)p.cache.keys + at, *v8 = (const int8_t *)p.cache.values + at;
+    const float *of_k = p.cache.key_scales ? p.cache.key_scales + slot : NULL;
+    const float *of_v = p.cache.key_scales ? p.cache.value_scales + slot : NULL;
     float *out = p.y + place, top = -INFINITY, total;
     int64_t last = length;
     while (last > 1 && hidden[last - 1] < HIDDEN) --last;
     const int64_t padded = (last + LANES - 1) / LANES * LANES;
     for (int64_t s = 0; s < last; ++s) {
-      vec acc = {0};
-      for (int64_t c = 0; c < d; c += LANES) acc += load(q + c) * load(k + s * d + c);
-      probs[s] = sum(acc) * scale + hidden[s];
+      const float score = of_k ? mix8_score(q, k8 + s * d, d) * of_k[s] : mix_score(q, k + s * d, d);
+      probs[s] = score * scale + hidden[s];
       top = probs[s] > top ? probs[s] : top;
     }
     for (int64_t s = last; s < padded; ++s) probs[s] = -INFINITY;
@@ -447,12 +603,11 @@ static void attend_heads(const void *with, int64_t from, int64_t to) {
       all += e;
     }
     total = 1.0f / sum(all);
-    for (int64_t c = 0; c < d; c += ROWS * LANES) {
-      if (d - c < ROWS * LANES)
-        for (; c < d; c += LANES) mix(probs, v + c, last, d, total, out + c, 1);
-      else
-        mix(probs, v + c, last, d, total, out + c, ROWS);
-    }
+    for (int64_t s = 0; of_v && s < last; ++s) probs[s] *= of_v[s];
+    if (of_v)
+      mix8_all(probs, v8, last, d, total, out);
+    else
+      mix_all(probs, v, last, d, total, out);
   }
   free(probs);
 }
@@ -461,18 +616,23 @@ static void attend_heads(const void *with, int64_t from, int64_t to) {
  * -> y (B, T, H, D); D a multiple of LANES. Writes the new keys and values into the caches, in place: MindSpore's
  * ScatterNdUpdate copies a cache with every token. What lies behind the last key that counts is not read. Not 0: there is no
  * memory. */
-static int attention(Sizes of, const float *q, const float *new_keys, const float *new_values, float *keys, float *values,
+static int attention(Sizes of, const float *q, const float *new_keys, const float *new_values, Cache cache,
                      const int32_t *slots, const float *bias, float *y) {
   const int64_t d = of.d, kv = of.kv, tokens = of.tokens, heads = of.all * of.heads;
   for (int64_t i = 0; i < of.all * kv; ++i) {
     const int64_t token = i / kv, head = i % kv, from = i * d;
     const int32_t *to = slots + 3 * ((token / tokens * kv + head) * tokens + token % tokens);
-    const int64_t place = ((to[0] * kv + to[1]) * of.length + to[2]) * d;
-    memcpy(keys + place, new_keys + from, d * sizeof(float));
-    memcpy(values + place, new_values + from, d * sizeof(float));
+    const int64_t slot = (to[0] * kv + to[1]) * of.length + to[2], place = slot * d;
+    if (cache.key_scales) {
+      cache.key_scales[slot] = quantize(new_keys + from, (int8_t *)cache.keys + place, d);
+      cache.value_scales[slot] = quantize(new_values + from, (int8_t *)cache.values + place, d);
+    } else {
+      memcpy((float *)cache.keys + place, new_keys + from, d * sizeof(float));
+      memcpy((float *)cache.values + place, new_values + from, d * sizeof(float));
+    }
   }
   atomic_int failed = 0;
-  const Attention with = {of, q, keys, values, bias, slots, y, &failed};
+  const Attention with = {of, cache, q, bias, slots, y, &failed};
   in_parallel(attend_heads, &with, heads, heads * of.length * d * 2);
   return failed;
 }
@@ -481,15 +641,22 @@ static int attention(Sizes of, const float *q, const float *new_keys, const floa
  * -> (B, H, 1, D) */
 int attend(int count, void **p, int *dims, int64_t **shapes, const char **types, void *stream, void *extra) {
   const Sizes of = {shapes[0][0], 1, shapes[0][1], shapes[3][1], shapes[3][2], shapes[0][3]};
-  return attention(of, p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7]);
+  return attention(of, p[0], p[1], p[2], (Cache){p[3], p[4], NULL, NULL}, p[5], p[6], p[7]);
+}
+
+/* the same with caches of int8, their scales (R, KV, S, 1) behind them */
+int attend_int8(int count, void **p, int *dims, int64_t **shapes, const char **types, void *stream, void *extra) {
+  const Sizes of = {shapes[0][0], 1, shapes[0][1], shapes[3][1], shapes[3][2], shapes[0][3]};
+  return attention(of, p[0], p[1], p[2], (Cache){p[3], p[4], p[5], p[6]}, p[7], p[8], p[9]);
 }
 
 /* What a layer is made of, as sporeloom/inference/kernels.py writes it; each an int32. */
 enum {
-  NORM_RMS, NORM_BIAS, KIND, ACTIVATION, GATED, INT8, QKV_BIAS, OUTPUT_BIAS, MLP_BIAS, ROTATED, ADJACENT, HEADS, FEATURES, EPSILON
+  NORM_RMS, NORM_BIAS, KIND, ACTIVATION, GATED, WEIGHTS, QKV_BIAS, OUTPUT_BIAS, MLP_BIAS, ROTATED, ADJACENT, HEADS, FEATURES, EPSILON, CACHE_INT8
 };
 enum { SEQUENTIAL, PARALLEL, SANDWICH };
 enum { GELU, GELU_TANH, FAST_GELU, SILU };
+enum { IN_FLOAT, IN_INT8, IN_INT4, IN_INT4_ZEROS };
 
 /* The next inputs of a layer. */
 typedef struct {
@@ -501,10 +668,16 @@ typedef struct {
 
 /* x (M, K) times the next matrix -> y (M, N) */
 static void next_product(Inputs *in, const float *x, float *y, int64_t m, int has_bias) {
-  const int64_t n = in->shapes[in->at][0], k = in->shapes[in->at][1];
+  const int kind = in->plan[WEIGHTS];
+  const int64_t *of = in->shapes[in->at], n = of[0], k = kind >= IN_INT4 ? of[1] * 2 * LANES : of[1];
   const void *w = in->p[in->at++];
-  const float *scale = in->plan[INT8] ? in->p[in->at++] : NULL, *bias = has_bias ? in->p[in->at++] : NULL;
-  in->failed |= in->plan[INT8] ? product8(x, w, scale, bias, y, m, k, n) : product(x, w, scale, bias, y, m, k, n);
+  const int64_t groups = kind >= IN_INT4 ? in->shapes[in->at][1] : 1;
+  const float *scale = kind ? in->p[in->at++] : NULL;
+  const uint8_t *zero = kind == IN_INT4_ZEROS ? in->p[in->at++] : NULL;
+  const float *bias = has_bias ? in->p[in->at++] : NULL;
+  in->failed |= kind >= IN_INT4   ? product4(x, w, scale, zero, bias, y, m, k, n, groups)
+                : kind == IN_INT8 ? product8(x, w, scale, bias, y, m, k, n)
+                                  : product(x, w, scale, bias, y, m, k, n);
 }
 
 /* The next norm of each row of x (M, D) -> y */
@@ -599,7 +772,7 @@ static int64_t that_count(const int32_t *slots, int64_t m, int64_t tokens, int64
 }
 
 /* A whole layer for T tokens of each row: x (B*T, D), bias (B, 1, T, S), slots (B, KV, T, 3), cos and sin (B, T, 1, D/H) or
- * anything, the caches (R, KV, S, D/H), then parameters in the order of use, and the plan -> (B*T, D). */
+ * anything, the caches (R, KV, S, D/H) and, of int8, their scales, then parameters in the order of use, and the plan -> (B*T, D). */
 int layer(int count, void **p, int *dims, int64_t **shapes, const char **types, void *stream, void *extra) {
   const int32_t *plan = p[count - 2];
   const int64_t d = shapes[0][1], tokens = shapes[1][2], kv = shapes[5][1], length = shapes[5][2], head = shapes[5][3];
@@ -607,7 +780,8 @@ int layer(int count, void **p, int *dims, int64_t **shapes, const char **types, 
   const Sizes of = {m, tokens, plan[HEADS], kv, length, head};
   const int has_two = plan[KIND] == SANDWICH;
   const int64_t wide = plan[HEADS] * head, narrow = kv * head, f = plan[FEATURES];
-  Inputs in = {p, shapes, plan, 7, 0};
+  const Cache cache = {p[5], p[6], plan[CACHE_INT8] ? p[7] : NULL, plan[CACHE_INT8] ? p[8] : NULL};
+  Inputs in = {p, shapes, plan, plan[CACHE_INT8] ? 9 : 7, 0};
   float *x = p[count - 1];
   float *a = aligned_alloc(LINE, m * (2 * d + 2 * wide + 2 * narrow + 2 * f) * sizeof(float));
   if (!a) return 1;
@@ -622,7 +796,7 @@ int layer(int count, void **p, int *dims, int64_t **shapes, const char **types, 
     rotate(q, p[3], p[4], m, plan[HEADS], head, plan);
     rotate(k, p[3], p[4], m, kv, head, plan);
   }
-  in.failed |= attention(of, q, k, v, p[5], p[6], p[2], p[1], context);
+  in.failed |= attention(of, q, k, v, cache, p[2], p[1], context);
   next_product(&in, context, y, m, plan[OUTPUT_BIAS]);
   if (has_two) next_norm(&in, y, y, m, d);
   add(x, y, m * d);

@@ -22,7 +22,9 @@ from sporeloom.core.lines import first_line, split_lines
 from sporeloom.core.log import milestone
 from sporeloom.nn.attention import Attention
 from sporeloom.nn.blocks import Block, DecoderLayer, ParallelBlock, SandwichLayer
+from sporeloom.nn.cache import Int8KVCache
 from sporeloom.nn.head import TiedHead
+from sporeloom.nn.int4 import Int4Linear
 from sporeloom.nn.int8 import Int8Head, Int8Linear, Int8TiedHead
 from sporeloom.nn.latent_attention import LatentAttention
 from sporeloom.nn.linear import Linear
@@ -153,16 +155,27 @@ def _kernel_for(cell: nn.Cell) -> tuple[str, Callable[..., list[int]]] | None:
     if str(getattr(cell, "dtype", "")) != "Float32":
         return None
     if isinstance(cell, Attention):
-        return ("attend", lambda q, *_: q) if cell.head_dim % LANES == 0 else None
-    if not isinstance(cell, Linear | Int8Linear | TiedHead):
+        name = "attend_int8" if isinstance(cell.cache, Int8KVCache) else "attend"
+        return (name, lambda q, *_: q) if cell.head_dim % LANES == 0 else None
+    if not isinstance(cell, Linear | Int8Linear | Int4Linear | TiedHead):
         return None
-    is_int8 = isinstance(cell, Int8Linear | Int8Head | Int8TiedHead)
     rows, columns = (
-        (cell.config.vocab_size, cell.config.hidden_size) if isinstance(cell, TiedHead) else cell.weight.shape
+        (cell.config.vocab_size, cell.config.hidden_size) if isinstance(cell, TiedHead) else cell.matrix_shape
     )
     if columns % LANES or rows % COLUMNS:
         return None
-    return "linear_int8" if is_int8 else "linear", lambda x, w, *_: [x[0], w[0]]
+    return f"linear{_WEIGHTS[_weights_of(cell)]}", lambda x, w, *_: [x[0], w[0]]
+
+
+_WEIGHTS = ("", "_int8", "_int4", "_int4_zeros")
+"""Kinds of weights, in the order of kernels.c."""
+
+
+def _weights_of(cell: nn.Cell) -> int:
+    """The kind of a part's matrix."""
+    if isinstance(cell, Int4Linear):
+        return 3 if cell.has_zeros else 2
+    return int(isinstance(cell, Int8Linear | Int8Head | Int8TiedHead))
 
 
 def _plan(layer: Block) -> NDArray[np.int32] | None:
@@ -172,8 +185,9 @@ def _plan(layer: Block) -> NDArray[np.int32] | None:
     attention, mlp, norm = layer.attention, layer.mlp, layer.attention_norm
     matrices = [attention.query, attention.key, attention.value, attention.output, mlp.up, mlp.down]
     matrices += [mlp.gate] if isinstance(mlp, GatedMLP) else []
-    is_plain = all(type(matrix) in (Linear, Int8Linear) and not matrix.has_adapters for matrix in matrices)
-    widths = [length for matrix in matrices for length in matrix.weight.shape]
+    is_plain = all(type(matrix) in (Linear, Int8Linear, Int4Linear) and not matrix.has_adapters for matrix in matrices)
+    is_plain = is_plain and len({_weights_of(matrix) for matrix in matrices}) == 1
+    widths = [length for matrix in matrices for length in getattr(matrix, "matrix_shape", ())]
     head = attention.head_dim
     if (
         not is_plain
@@ -191,14 +205,15 @@ def _plan(layer: Block) -> NDArray[np.int32] | None:
         BLOCK_KINDS.index(type(layer)),
         ACTIVATION_KINDS.index(type(mlp.activation)),
         int(isinstance(mlp, GatedMLP)),
-        int(isinstance(mlp.up, Int8Linear)),
+        _weights_of(mlp.up),
         int(attention.query.has_bias),
         int(attention.output.has_bias),
         int(mlp.up.has_bias),
         rotary.rotated if rotary else 0,
         int(bool(rotary and rotary.adjacent)),
         attention.num_heads,
-        mlp.up.weight.shape[0],
+        mlp.up.matrix_shape[0],
         int(np.float32(epsilon).view(np.int32)),
+        int(isinstance(attention.cache, Int8KVCache)),
     ]
     return np.asarray(plan, np.int32)

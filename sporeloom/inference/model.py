@@ -19,6 +19,7 @@ from sporeloom.checkpoint.finite import narrow
 from sporeloom.checkpoint.model_folder import Read, check_shapes, open_weights
 from sporeloom.checkpoint.tensor_files import WEIGHTS
 from sporeloom.core.errors import ConfigError
+from sporeloom.inference.cache import CacheName, cache_problems
 from sporeloom.inference.kernels import kernel_library, rows_are_alone, use_kernels
 from sporeloom.inference.memory import side_by_side
 from sporeloom.inference.quantize import quantize, quantized_weights
@@ -26,6 +27,7 @@ from sporeloom.models.adapters import LoRAConfig
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import family_module
 from sporeloom.models.parameters import parameter_shapes
+from sporeloom.models.weight_formats import FLOAT32, WeightFormat, WeightName, format_problems, held_format
 from sporeloom.nn.cache import KeyCache
 from sporeloom.nn.lora import attach_adapters
 from sporeloom.nn.multi_lora import attach_several_adapters
@@ -44,23 +46,24 @@ def build_model(
     config: ModelConfig,
     strategy: Strategy,
     caches: tuple[int, int] | None = None,
-    int8: bool = False,
+    weights: WeightFormat = FLOAT32,
     weights_of: nn.Cell | None = None,
     lora: LoRAConfig | None = None,
     ranks: Mapping[str, Sequence[int]] | None = None,
     lends_rows: bool = False,
+    kv_cache: CacheName = "auto",
 ) -> nn.Cell:
     """The family's model, parallelized, its weights not materialised; not training.
 
-    `caches`: rows and slots of KV caches to attach. `int8`: matrices as int8 (see `quantize`). `weights_of`: such a model
+    `caches`: rows and slots of KV caches to attach. `weights`: how matrices are held. `weights_of`: such a model
     with whose parameters it computes, whatever becomes of them; `lora`: that model's adapters. `ranks`: of several adapters
     that tokens choose from (see `ranks_of_several`). `lends_rows`: a place in the batch may compute for any
-    row of the caches.
+    row of the caches. `kv_cache`: number type of these.
     """
     with no_init_parameters():
         net: nn.Cell = family_module(family, "model").Model(config)
-        if int8:
-            quantize(net)
+        if weights.bits < 32:
+            quantize(net, weights)
         if lora:
             attach_adapters(net, lora)
         if ranks:
@@ -68,7 +71,7 @@ def build_model(
         if weights_of:
             share_parameters(net, weights_of)
         if caches:
-            net.attach_caches(*caches)
+            net.attach_caches(*caches, is_int8=kv_cache == "int8")
             for _, cell in net.cells_and_names():
                 if isinstance(cell, KeyCache):
                     cell.picks_rows = lends_rows
@@ -82,7 +85,7 @@ def build_model(
     ):
         net.num_kernels = use_kernels(net, library)
         net.rows_are_alone = config.experts is None and rows_are_alone(net)
-    net.lends_rows = lends_rows
+    net.lends_rows, net.kv_cache = lends_rows, kv_cache
     return net.set_train(False)
 
 
@@ -92,23 +95,33 @@ def load_model(
     config: ModelConfig,
     strategy: Strategy,
     caches: tuple[int, int] | None = None,
-    int8: bool = False,
+    weights: WeightName = "float32",
     adapters: Sequence[Adapter] = (),
     lends_rows: bool = False,
+    kv_cache: CacheName = "auto",
 ) -> nn.Cell:
     """`build_model` with the folder's weights, and with adapters that tokens choose from. Of several CPU processes
-    each reads what it holds when the first graph is compiled.
+    each reads what it holds when the first graph is compiled. `weights`: name of the format in which matrices are held.
 
     Raises:
-        ConfigError: the weights are missing, damaged, not finite, or not this model's.
+        ConfigError: the weights are missing, damaged, not finite, or not this model's; matrices or their shards that the
+            format does not fit.
     """
-    weights = open_weights(folder)
-    if problem := weights.damage(slice(None)):
+    stored = open_weights(folder)
+    if problem := stored.damage(slice(None)):
         raise ConfigError(problem)
-    check_shapes(weights.shapes, parameter_shapes(config), str(folder / WEIGHTS))
-    net = build_model(family, config, strategy, caches, int8, ranks=ranks_of_several(adapters), lends_rows=lends_rows)
-    exact = _fitting(weights.read, config, folder)
-    read, beside = quantized_weights(net, exact) if int8 else exact, put_side_by_side(adapters)
+    check_shapes(stored.shapes, parameter_shapes(config), str(folder / WEIGHTS))
+    held = held_format(weights, stored.packed, folder)
+    if problems := format_problems(held, config, strategy.mesh.tp):
+        raise ConfigError(f"{folder}: --weights {weights}: {problem}" for problem in problems)
+    if problems := cache_problems(kv_cache, config):
+        raise ConfigError(f"{folder}: {problem}" for problem in problems)
+    ranks = ranks_of_several(adapters)
+    net = build_model(family, config, strategy, caches, held, None, None, ranks, lends_rows, kv_cache)
+    exact = _fitting(stored.read, config, folder)
+    read_int4 = stored.read_int4 if held is stored.packed else None
+    read = quantized_weights(net, exact, held, read_int4) if held.bits < 32 else exact
+    beside = put_side_by_side(adapters)
     on_cpu = ms.get_context("device_target") == "CPU"
     parameters = list(net.get_parameters())
     places = side_by_side(parameters) if on_cpu and strategy.mesh.size == 1 else []

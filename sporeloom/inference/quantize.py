@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight-only int8: every matrix and the token embedding as int8 with one float32 scale for each output channel."""
+"""Weight-only quantization: matrices and the token embedding as int8 with one float32 scale for each output channel, or
+matrices as int4 with a scale, and maybe a zero point, for each group of columns; rounded to the nearest."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -10,48 +12,105 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sporeloom.checkpoint.model_folder import Read
+from sporeloom.checkpoint.packed_matrix import Int4
+from sporeloom.models.weight_formats import BLOCK, WeightFormat
 from sporeloom.nn.decoder import Decoder
 from sporeloom.nn.head import Head
+from sporeloom.nn.int4 import Int4ExpertLinear, Int4Linear
 from sporeloom.nn.int8 import Int8Embedding, Int8ExpertLinear, Int8Head, Int8Linear, Int8TiedHead
 from sporeloom.nn.linear import Linear
 from sporeloom.nn.moe import ExpertLinear
 from sporeloom.nn.replace import replace_cell
 from sporeloom.strategy.tensor_slice import TensorSlice
 
+LEAST, MOST = -8, 7
+"""Range of int4."""
 
-def quantize(net: Decoder) -> None:
-    """Replace the parts of `net` that have matrices by their int8 kind."""
+
+def quantize(net: Decoder, weights: WeightFormat) -> None:
+    """Replace the parts of `net` that have matrices by those of the format."""
     for path, cell in list(net.cells_and_names()):
-        for kind, coarse in ((Linear, Int8Linear), (ExpertLinear, Int8ExpertLinear)):
-            if isinstance(cell, kind):
-                replace_cell(net, path, coarse(cell))
+        if isinstance(cell, Linear):
+            replace_cell(net, path, Int4Linear(cell, weights) if weights.is_int4(path) else Int8Linear(cell))
+        elif isinstance(cell, ExpertLinear):
+            is_int4 = weights.is_int4(path)
+            replace_cell(net, path, Int4ExpertLinear(cell, weights) if is_int4 else Int8ExpertLinear(cell))
     word = Int8Embedding(net.embedding.word)
     replace_cell(net, "head", Int8Head(net.head) if isinstance(net.head, Head) else Int8TiedHead(net.head, word))
     replace_cell(net, "embedding.word", word)  # last: its scale keeps the embedding's name
 
 
-def quantized_weights(net: Decoder, read: Read) -> Read:
-    """The function that reads a float checkpoint for a quantized `net`."""
-    coarse = {
-        f"{path}.{kind}": (path, kind)
+def int4_of(exact: NDArray[np.float32], weights: WeightFormat) -> Int4:
+    """Round a matrix (..., out, in) to the nearest int4.
+
+    Symmetric: the number of a group that is furthest from 0 becomes -8. Asymmetric: the least and the largest number become
+    0 and 15, with 0 among them and exact.
+    """
+    groups = exact.reshape(*exact.shape[:-1], weights.groups(exact.shape[-1]), -1)
+    if weights.has_zeros:
+        low, high = np.minimum(groups.min(-1), 0), np.maximum(groups.max(-1), 0)
+        scale = _usable((high - low) / np.float32(15))
+        zero = np.rint(-low / scale)
+    else:
+        furthest = np.take_along_axis(groups, np.abs(groups).argmax(-1)[..., None], -1)[..., 0]
+        scale = _usable(furthest / np.float32(LEAST))
+        zero = np.full(scale.shape, -LEAST, np.float32)
+    q = np.clip(np.rint(groups / scale[..., None]) + zero[..., None], 0, MOST - LEAST)
+    return Int4(q.reshape(exact.shape).astype(np.uint8), scale, zero.astype(np.uint8))
+
+
+def _usable(scale: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Scales by which numbers can be divided: 1 for a group of zeros."""
+    return np.where(np.abs(scale) < np.finfo(np.float32).tiny, np.float32(1), scale).astype(np.float32)
+
+
+def packed(q: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Bytes of int4 numbers (..., in) -> (..., in/32, 16)."""
+    halves = q.reshape(*q.shape[:-1], -1, 2, BLOCK // 2)
+    return halves[..., 0, :] | (halves[..., 1, :] << 4)
+
+
+def dequantized(matrix: Int4) -> NDArray[np.float32]:
+    """The numbers that a matrix in int4 stands for."""
+    q, zero = matrix.q.astype(np.float32), matrix.zero.astype(np.float32)
+    by_group = q.reshape(*zero.shape, -1) - zero[..., None]
+    return (by_group * matrix.scale[..., None]).reshape(q.shape)
+
+
+def quantized_weights(
+    net: Decoder, read: Read, weights: WeightFormat, read_int4: Callable[[str], Int4] | None = None
+) -> Read:
+    """The function that reads a checkpoint for a quantized `net`: one of floating-point numbers, or of matrices that
+    `read_int4` reads by the names of their parameters."""
+    kinds: dict[str, type] = {
+        path: type(cell)
         for path, cell in net.cells_and_names()
-        if isinstance(cell, Int8Linear | Int8ExpertLinear | Int8Embedding | Int8Head)
-        for kind in ("weight", "scale")
+        if isinstance(cell, Int8Linear | Int8ExpertLinear | Int8Embedding | Int8Head | Int4Linear | Int4ExpertLinear)
     }
     shapes = {parameter.name: parameter.shape for parameter in net.get_parameters()}
 
     @lru_cache(1)  # a matrix and its scale are read one after the other
     def quantized(path: str) -> dict[str, NDArray[Any]]:
-        name = f"{path}.weight"
-        exact = np.asarray(read(name, TensorSlice.full(shapes[name])), np.float32)
-        scale = np.maximum(np.abs(exact).max(-1, keepdims=True), np.finfo(np.float32).tiny) / 127
-        scales = scale.reshape(shapes[f"{path}.scale"]).astype(np.float32)
-        return {"weight": np.rint(exact / scale).astype(np.int8), "scale": scales}
+        name, scales = f"{path}.weight", shapes[f"{path}.scale"]
+        if kinds[path] not in (Int4Linear, Int4ExpertLinear):
+            return _int8_of(np.asarray(read(name, TensorSlice.full(shapes[name])), np.float32), scales)
+        *outer, blocks, half = shapes[name]
+        if read_int4:
+            matrix = read_int4(name)
+        else:
+            full = TensorSlice.full((*outer, blocks * half * 2))
+            matrix = int4_of(np.asarray(read(name, full), np.float32), weights)
+        return {"weight": packed(matrix.q), "scale": matrix.scale, "zero": matrix.zero}
 
     def read_part(name: str, part: TensorSlice) -> NDArray[Any]:
-        if name not in coarse:
+        path, _, kind = name.rpartition(".")
+        if path not in kinds or kind not in ("weight", "scale", "zero"):
             return read(name, part)
-        path, kind = coarse[name]
         return quantized(path)[kind][part.slices]
 
     return read_part
+
+
+def _int8_of(exact: NDArray[np.float32], scales: tuple[int, ...]) -> dict[str, NDArray[Any]]:
+    scale = np.maximum(np.abs(exact).max(-1, keepdims=True), np.finfo(np.float32).tiny) / 127
+    return {"weight": np.rint(exact / scale).astype(np.int8), "scale": scale.reshape(scales).astype(np.float32)}

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from sporeloom.data.batch import document_positions
 from sporeloom.inference.model import load_model
 from sporeloom.models.config import ModelConfig
+from sporeloom.models.weight_formats import WeightName
 from sporeloom.runtime.engine import Engine
 
 
@@ -33,9 +34,9 @@ class Score:
 class Scorer:
     """A checkpoint's model, opened once, that computes the loss of token ids. All ranks make the same calls."""
 
-    def __init__(self, engine: Engine, folder: Path, family: str, config: ModelConfig):
+    def __init__(self, engine: Engine, folder: Path, family: str, config: ModelConfig, weights: WeightName = "float32"):
         self.engine, self.config = engine, config
-        self.net = load_model(folder, family, config, engine.strategy)
+        self.net = load_model(folder, family, config, engine.strategy, weights=weights)
 
     def logits(self, ids: NDArray[np.integer[Any]], eod_id: int | None) -> NDArray[np.float32] | None:
         """Logits (B, T, V) of ids (B, T); None on ranks without logits: all but the last stage's first.

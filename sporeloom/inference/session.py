@@ -180,14 +180,15 @@ class Session:
 
 def open_session(job: GenerateJob, engine: Engine) -> Session:
     """Open the checkpoint's model for the job's prompts."""
-    config, int8, drafts = job.config, job.config.weights == "int8", None
+    config, drafts = job.config, None
     if config.no_cache:
-        net = load_model(config.checkpoint, job.family, job.model, job.strategy, int8=int8)
+        net = load_model(config.checkpoint, job.family, job.model, job.strategy, weights=config.weights)
         decoding: Decoding = UncachedDecoder(engine, net, job.model, job.num_rows)
     else:
         shape = (job.num_rows, job.num_slots)
         lends = config.num_drafts > 0
-        net = load_model(config.checkpoint, job.family, job.model, job.strategy, shape, int8, lends_rows=lends)
+        of = config.checkpoint, job.family, job.model, job.strategy
+        net = load_model(*of, shape, config.weights, lends_rows=lends, kv_cache=config.kv_cache)
         decoding = cached(engine, net, job.model, *shape, num_drafts=config.num_drafts)
         drafts = open_speculation(config, job.draft, engine, shape)
     return Session(engine, decoding, StopConditions(job.tokenizer, job.stop_ids, config.stop, job.ending), drafts)

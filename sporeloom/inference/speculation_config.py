@@ -14,6 +14,7 @@ from sporeloom.core.errors import Problems
 from sporeloom.core.numbers import Count
 from sporeloom.data.tokenizer import content_hash, find_tokenizer
 from sporeloom.models.config import ModelConfig
+from sporeloom.models.weight_formats import WeightName
 from sporeloom.strategy.config import Strategy
 
 
@@ -46,7 +47,8 @@ class DraftModel:
     folder: Path
     family: str
     model: ModelConfig
-    int8: bool
+    weights: WeightName
+    """Name of the format of its matrices."""
 
     def context_problems(self, longest: int, remedy: str) -> list[str]:
         """List the reasons why it cannot read texts of up to so many tokens, with what may be done about it."""
@@ -84,7 +86,7 @@ _NO_WAY_BACK = "convolutions keep the state after the last token only, so that a
 
 
 def read_draft(
-    flags: SpeculationFlags, target: tuple[str, ModelConfig], tokenizer: Path, domain: int | None, int8: bool
+    flags: SpeculationFlags, target: tuple[str, ModelConfig], tokenizer: Path, domain: int | None, weights: WeightName
 ) -> DraftModel | None:
     """Read the configuration of the draft model, if there is one, for drafts of a model with this tokenizer.
 
@@ -107,7 +109,7 @@ def read_draft(
     tokenizer = find_tokenizer(of_target, tokenizer) if tokenizer.is_dir() else tokenizer
     problems += [f"--draft-model {folder}: {line}" for line in _differences(folder, family, draft, model, tokenizer)]
     problems.raise_if_any()
-    return DraftModel(folder, family, draft, int8)
+    return DraftModel(folder, family, draft, weights)
 
 
 def _differences(folder: Path, family: str, draft: ModelConfig, model: ModelConfig, tokenizer: Path) -> Iterator[str]:

@@ -8,7 +8,7 @@ from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
 
 from sporeloom.models.config import ModelConfig
-from sporeloom.nn.cache import KVCache, NoCache
+from sporeloom.nn.cache import Int8KVCache, KVCache, NoCache
 from sporeloom.nn.dropout import AttentionDropout, Dropout
 from sporeloom.nn.flash import FlashAttention, chooses_flash, runs_flash
 from sporeloom.nn.linear import Linear
@@ -162,10 +162,11 @@ class Attention(nn.Cell):
             self.flash = FlashAttention(config)
         self.probs_dropout, self.dropout = AttentionDropout(config.dropout_rate), Dropout(config.dropout_rate)
 
-    def attach_cache(self, num_rows: int, capacity: int) -> None:
+    def attach_cache(self, num_rows: int, capacity: int, is_int8: bool = False) -> None:
         """Keep keys and values of `capacity` tokens for each of `num_rows` rows."""
         self.has_flash = False  # a few queries at a time have few scores
-        self.cache = KVCache((num_rows, self.num_kv_heads, capacity, self.head_dim), self.dtype)
+        kind = Int8KVCache if is_int8 else KVCache
+        self.cache = kind((num_rows, self.num_kv_heads, capacity, self.head_dim), self.dtype)
 
     def construct(self, query_input, x, bias, angles=None, slots=None, dropout_keys=None):
         """query_input, x: (B*T, D), inputs of queries, and of keys and values; bias: (B, 1, T, keys), from `Mask`;
@@ -184,7 +185,7 @@ class Attention(nn.Cell):
         q, k = self.query_transpose(q, (0, 2, 1, 3)), self.key_transpose(k, (0, 2, 1, 3))  # -> (B, H, T, D/H)
         v = self.value_transpose(v, (0, 2, 1, 3))
         if self.has_kernel and length == 1:
-            y = self.kernel(q, k, v, self.cache.keys, self.cache.values, slots, bias)
+            y = self.kernel(q, k, v, *self.cache.operands(), slots, bias)
         else:
             k, v = self.cache(k, v, slots)  # (B, KV, T, D/H) -> (B, KV, keys, D/H)
             y = (

@@ -53,8 +53,8 @@ class Block(nn.Cell):
     ):
         if self.has_kernel and x.shape[0] <= MAX_KERNEL_ROWS:
             cos, sin = (bias, bias) if angles is None else angles
-            keys, values = self.attention.cache.keys, self.attention.cache.values
-            x = self.kernel(x, bias, slots, cos, sin, keys, values, *self.operands(), self.plan)
+            cache = self.attention.cache.operands()
+            x = self.kernel(x, bias, slots, cos, sin, *cache, *self.operands(), self.plan)
             return x if tokens is None else (x, losses)
         if kept is None or not self.drops_tokens:
             return self.whole(x, bias, angles, slots, dropout_keys, tokens, shares, losses, groups)

@@ -5,6 +5,9 @@ from mindspore import Parameter, nn, ops
 from mindspore import dtype as mstype
 from mindspore.common.initializer import initializer
 
+LEAST = 1e-30
+"""Magnitude below which a vector counts as 0."""
+
 
 class NoCache(nn.Cell):
     """For full sequences: keys and values are unchanged."""
@@ -63,3 +66,56 @@ class KVCache(KeyCache):
             return keys, values
         row = self.row_of(slots)
         return self.pick_keys(keys, row, 0), self.pick_values(values, row, 0)
+
+    def operands(self):
+        """What a kernel reads and writes."""
+        return (self.keys, self.values)
+
+
+class VectorQuantizer(nn.Cell):
+    """Vectors (..., D) as int8, each with its scale (..., 1): the number furthest from 0 becomes 127 or -127."""
+
+    def __init__(self):
+        super().__init__()
+        self.cast, self.size, self.furthest = ops.Cast(), ops.Abs(), ops.ReduceMax(keep_dims=True)
+        self.usable, self.scale, self.divide = ops.Maximum(), ops.Div(), ops.Div()
+        self.round, self.narrow = ops.Rint(), ops.Cast()
+
+    def construct(self, x):
+        x = self.cast(x, mstype.float32)
+        scale = self.scale(self.usable(self.furthest(self.size(x), -1), LEAST), 127.0)
+        return self.narrow(self.round(self.divide(x, scale)), mstype.int8), scale
+
+
+class Int8KVCache(KeyCache):
+    """Keys and values like `KVCache`, in int8 with a scale for each token's vector in each head, (R, KV, S, 1)."""
+
+    def __init__(self, shape: tuple[int, int, int, int], dtype: mstype.Type):
+        super().__init__(shape, mstype.int8)
+        self.dtype, of_scales = dtype, (*shape[:3], 1)
+        self.values = Parameter(initializer("zeros", shape, mstype.int8), requires_grad=False)
+        self.key_scales = Parameter(initializer("zeros", of_scales, mstype.float32), requires_grad=False)
+        self.value_scales = Parameter(initializer("zeros", of_scales, mstype.float32), requires_grad=False)
+        self.quantize_keys, self.quantize_values = VectorQuantizer(), VectorQuantizer()
+        self.append_values, self.append_key_scales, self.append_value_scales = (ops.ScatterNdUpdate() for _ in range(3))
+        self.pick_values, self.pick_key_scales, self.pick_value_scales = (ops.Gather() for _ in range(3))
+        self.widen, self.rescale_keys, self.rescale_values = ops.Cast(), ops.Mul(), ops.Mul()
+
+    def construct(self, k, v, slots):
+        """Like `KVCache`: what is returned is what the cache holds, for new keys and values as well."""
+        k, of_k = self.quantize_keys(k)
+        v, of_v = self.quantize_values(v)
+        keys, key_scales = self.append_keys(self.keys, slots, k), self.append_key_scales(self.key_scales, slots, of_k)
+        values = self.append_values(self.values, slots, v)
+        value_scales = self.append_value_scales(self.value_scales, slots, of_v)
+        if slots.shape[0] != self.num_rows or self.picks_rows:
+            row = self.row_of(slots)
+            keys, key_scales = self.pick_keys(keys, row, 0), self.pick_key_scales(key_scales, row, 0)
+            values, value_scales = self.pick_values(values, row, 0), self.pick_value_scales(value_scales, row, 0)
+        keys = self.rescale_keys(self.widen(keys, mstype.float32), key_scales)
+        values = self.rescale_values(self.widen(values, mstype.float32), value_scales)
+        return self.widen(keys, self.dtype), self.widen(values, self.dtype)
+
+    def operands(self):
+        """What a kernel reads and writes."""
+        return (self.keys, self.values, self.key_scales, self.value_scales)

@@ -91,9 +91,9 @@ class Decoder(nn.Cell):
         if value != self._compile_phase:
             nn.Cell.compile_phase.fset(self, value)
 
-    def attach_caches(self, num_rows: int, capacity: int) -> None:
+    def attach_caches(self, num_rows: int, capacity: int, is_int8: bool = False) -> None:
         """Let attention keep the keys and values of `capacity` tokens for each of `num_rows` rows, in place of any
-        before."""
+        before; `is_int8`: in int8, for attention with keys and values of its own."""
         scaling = self.config.rope_scaling
         if scaling and scaling.kind == "dynamic":
             if min(capacity - 1, self.config.seq_len) > scaling.original:
@@ -111,7 +111,7 @@ class Decoder(nn.Cell):
             self.conv_places = ConvPlaces(self.first_inside + 1, capacity)
         for name, cell in self.cells_and_names():
             if isinstance(cell, Attention | LatentAttention | Indexer | CausalConv) and not name.startswith("mtp."):
-                cell.attach_cache(num_rows, capacity)
+                cell.attach_cache(num_rows, capacity, *([True] if is_int8 else []))
                 cell.cache.update_parameters_name(f"{name}.cache.")
 
     def construct(self, tokens, positions, rows=None, slots=None, dropout_keys=None):

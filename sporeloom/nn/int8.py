@@ -27,7 +27,8 @@ class Int8Linear(AdaptedProduct):
 
     def __init__(self, linear: Linear):
         super().__init__()
-        self.weight, self.scale = _int8(linear.weight.shape), _scale(linear.weight.shape[:1])
+        self.matrix_shape = tuple(linear.weight.shape)
+        self.weight, self.scale = _int8(self.matrix_shape), _scale(self.matrix_shape[:1])
         self.dtype, self.has_bias = linear.dtype, linear.has_bias
         self.matmul, self.rescale, self.cast = ops.MatMul(transpose_b=True), ops.Mul(), ops.Cast()
         if self.has_bias:

@@ -25,7 +25,8 @@ class Linear(AdaptedProduct):
         bias: bool = True,
     ):
         super().__init__()
-        self.weight = Parameter(initializer(Normal(init_std), (out_features, in_features), mstype.float32))
+        self.matrix_shape = (out_features, in_features)
+        self.weight = Parameter(initializer(Normal(init_std), self.matrix_shape, mstype.float32))
         self.dtype, self.has_bias = dtype, bias
         self.matmul, self.cast = ops.MatMul(transpose_b=True), ops.Cast()
         if bias:

@@ -20,7 +20,7 @@ class AdaptedProduct(nn.Cell):
 
     def attach_adapters(self, widths: Sequence[int]) -> None:
         """Allocate one adapter of each of these widths (r); 0 for adapters that do not change this matrix."""
-        outer, inner = self.weight.shape
+        outer, inner = self.matrix_shape
         total = sum(widths)
         self.has_adapters = True
         self.lora_a = Parameter(initializer("zeros", (total, inner), mstype.float32), requires_grad=False)

@@ -12,12 +12,14 @@ from typing import ClassVar, Literal
 
 from sporeloom.checkpoint.adapters import Adapter, read_adapter
 from sporeloom.checkpoint.generation_config import with_end_tokens
+from sporeloom.checkpoint.model_folder import weight_problems
 from sporeloom.core.command_line import argument, option
 from sporeloom.core.errors import ConfigError, Problems
 from sporeloom.core.lines import split_lines
 from sporeloom.core.numbers import Count, Natural, NotNegative, Positive, number_problems
 from sporeloom.data.documents import decode_text
 from sporeloom.data.tokenizer import Tokenizer, find_tokenizer, folder_tokenizer
+from sporeloom.inference.cache import cache_problems
 from sporeloom.inference.config import ComputeFlags
 from sporeloom.inference.speculation_config import DraftModel, SpeculationFlags, read_draft, speculation_problems
 from sporeloom.models.adapters import ADAPTER_CONFIG, base_folder, is_adapter_folder, is_reward_adapter
@@ -193,6 +195,8 @@ def check(config: ServeConfig, num_processes: int | None, rank: int = 0) -> Serv
     if strategy:
         problems += launch_problems(strategy, num_processes) if num_processes is not None else []
         problems += model_problems(strategy, model) if model else []
+        problems += weight_problems(config.weights, config.checkpoint, model, strategy.mesh.tp) if model else []
+    problems += cache_problems(config.kv_cache, model) if model else []
     models: list[ServedModel] = []
     adapters: list[Adapter] = []
     problems += speculation_problems(config, model, strategy)
@@ -232,7 +236,7 @@ def _read_draft(config: ServeConfig, family: str, model: ModelConfig) -> DraftMo
         ConfigError: it cannot draft for this model.
     """
     tokenizer = config.tokenizer or find_tokenizer(family, config.checkpoint)
-    draft = read_draft(config, (family, model), tokenizer, config.domain, config.weights == "int8")
+    draft = read_draft(config, (family, model), tokenizer, config.domain, config.weights)
     if draft:
         longest = min(config.max_model_len or model.seq_len, model.seq_len)
         if wrong := draft.context_problems(longest, f"give --max-model-len {draft.model.seq_len}"):

@@ -185,9 +185,9 @@ class Service:
         self.engine.backend.on_lost_rank(self._lost)
         shape = (job.num_rows, num_slots_for(job.max_model_len))
         self._say("loading the weights")
-        is_int8 = config.weights == "int8"
         lends = config.num_drafts > 0
-        net = load_model(config.checkpoint, job.family, job.model, job.strategy, shape, is_int8, job.adapters, lends)
+        of = config.checkpoint, job.family, job.model, job.strategy
+        net = load_model(*of, shape, config.weights, job.adapters, lends, config.kv_cache)
         chunk = config.prefill_chunk or (MIXED_CHUNK if takes(net, job.num_rows) else CHUNK)
         decoding = cached(self.engine, net, job.model, *shape, chunk, config.num_drafts)
         steps = list(decoding.shapes())
@@ -198,7 +198,7 @@ class Service:
         if drafts and job.draft:
             self._say("compiling the draft model")
             drafts.drafter.prepare()
-        cache = prefix_cache(decoding, cache_bytes(job.model, 1, 1), int(config.prefix_cache_gb * GB))
+        cache = prefix_cache(decoding, cache_bytes(job.model, 1, 1, config.kv_cache), int(config.prefix_cache_gb * GB))
         self.scheduler = Scheduler(decoding, self.engine, cache, drafts)
         gc.collect()
         gc.freeze()  # the loaded objects stay: a garbage collection over them would delay everything by half a second

@@ -3,10 +3,12 @@
 
 import json
 import shlex
+import shutil
 
 import numpy as np
 import pytest
 from conftest import ROOT, in_process, tool
+from packed_folders import AWQ, GPTQ, quantized
 
 from sporeloom.__main__ import main
 from sporeloom.checkpoint.huggingface import export_published
@@ -69,6 +71,26 @@ def test_the_output_is_that_of_the_converted_folder(command, folder, tmp_path):
         outcome = tool(f"tools/{command}.py", *words_of(RUN[command], folder, name, tmp_path))
         said.append([line for line in outcome.output.splitlines() if not line.startswith("[sporeloom]")])
     assert said[0] == said[1] and said[0]
+
+
+@pytest.mark.parametrize("settings", [GPTQ, AWQ], ids=["GPTQ", "AWQ"])
+def test_a_quantized_folder_generates_as_its_converted_copy_does(settings, folder, tmp_path):
+    quantized(folder / "hf", tmp_path / "q", settings)
+    for path in (folder / "hf").iterdir():
+        if "model.safetensors" not in path.name and path.name != "config.json":
+            shutil.copy(path, tmp_path / "q")
+    assert main(["convert-checkpoint", "--from", "huggingface", str(tmp_path / "q"), str(tmp_path / "floats")]) == 0
+    words = ("--prompt", "小镇", "--max-new-tokens", 3, "--json", "--logprobs")
+    found = []
+    for name, weights in (("floats", "float32"), ("q", "float32"), ("q", "int4"), ("floats", "int4-g32")):
+        outcome = tool("tools/generate.py", "--checkpoint", tmp_path / name, *words, "--weights", weights)
+        assert outcome.code == 0, outcome.output
+        found.append(json.loads(next(line for line in outcome.output.splitlines() if line.startswith("{"))))
+    assert found[0]["tokens"] == found[1]["tokens"] and found[0]["log_probabilities"] == found[1]["log_probabilities"]
+    first = [each["log_probabilities"][0] for each in found]
+    assert abs(first[2] - first[0]) < 0.02 < 20 * abs(first[3] - first[0])  # not rounded anew
+    outcome = tool("tools/generate.py", "--checkpoint", tmp_path / "q", *words, "--weights", "int4-g64")
+    assert outcome.code == 2 and "--weights int4 computes with them" in outcome.output
 
 
 def test_four_processes_read_their_shards_of_the_folder(folder, tmp_path):

@@ -15,6 +15,7 @@ from sporeloom.dry_run.summary import summarize
 from sporeloom.dry_run.work import COLLECTIVES
 from sporeloom.inference.model import build_model
 from sporeloom.models.family import size_config
+from sporeloom.models.weight_formats import WEIGHT_FORMATS
 from sporeloom.parallel.parallelize import parallelize
 from sporeloom.parallel.step import TrainStep
 from sporeloom.runtime.spmd.compile import compile_for_one_device
@@ -23,11 +24,11 @@ from sporeloom.strategy.loader import load_strategy
 from sporeloom.train.optim import SGD
 
 
-def inference(path, size, rank, length, int8):
+def inference(path, size, rank, length, weights):
     """Collectives and local parameters of a cached forward pass."""
     strategy, config = load_strategy(path, for_inference=True), size_config("pangu", size)
     rows, slots = 2 * strategy.mesh.dp, 256
-    net = build_model("pangu", config, strategy, (rows, slots), int8)
+    net = build_model("pangu", config, strategy, (rows, slots), WEIGHT_FORMATS[weights])
     shapes = [(rows, length), (rows, length), (rows,), (rows, config.kv_heads, length, 3)]
     graph = compile_for_one_device(net, [(shape, np.int32) for shape in shapes])
     cut = (

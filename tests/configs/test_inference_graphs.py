@@ -9,16 +9,21 @@ pytestmark = pytest.mark.slow
 
 def compiled(name, size, rank, length, weights="float32"):
     path = CONFIGS / f"{name}.yaml"
-    return call("tests/configs/graph_worker.py", "inference", path, size, rank, length, weights == "int8")
+    return call("tests/configs/graph_worker.py", "inference", path, size, rank, length, weights)
 
 
-@pytest.mark.parametrize(("length", "weights"), [(1, "int8"), (256, "float32")])
+@pytest.mark.parametrize(("length", "weights"), [(1, "int8"), (1, "int4"), (256, "float32")])
 def test_pangu_13b_on_8_devices(length, weights):
     found = compiled("pangu_13b_tp8", "13b", 7, length, weights)
-    scales = 1 if weights == "int8" else 0  # a number for each row of the embedding, which is gathered
+    scales = 0 if weights == "float32" else 1  # a number for each row of the embedding, which is gathered
     assert found["counts"] == {"AllReduce": 1 + 2 * 40, "AllGather": 1 + scales}
     assert found["parameters"]["layers.0.attention.cache.keys"] == [2, 40 // 8, 256, 128]
-    assert found["parameters"]["layers.0.mlp.up.weight"] == [4 * 5120 // 8, 5120]
+    up, down = ([4 * 5120 // 8, 5120], [5120, 4 * 5120 // 8])
+    if weights == "int4":
+        up, down = ([*up[:1], up[1] // 32, 16], [*down[:1], down[1] // 32, 16])
+        assert found["parameters"]["layers.0.mlp.down.scale"] == [5120, 4 * 5120 // 8 // 128]
+    assert found["parameters"]["layers.0.mlp.up.weight"] == up
+    assert found["parameters"]["layers.0.mlp.down.weight"] == down
     assert found["parameters"]["embedding.word.weight"] == [40000 // 8, 5120]
 
 

@@ -75,7 +75,7 @@ def opened(decoding, engine, *more):
     return Scheduler(decoding, engine, *more)
 
 
-def mixed(checkpoint, strategy=None, modules=(), int8=False, count=18):
+def mixed(checkpoint, strategy=None, modules=(), weights="float32", count=18):
     """{way: answers} of each way, and what was drafted, accepted and reused."""
     engine = Engine.start(load_strategy(Path(strategy)) if strategy else SINGLE_DEVICE)
     folder = Path(checkpoint)
@@ -84,7 +84,7 @@ def mixed(checkpoint, strategy=None, modules=(), int8=False, count=18):
     adapters = [read_adapter(Path(module), family, config) for module in modules]
 
     def decoding(num_drafts):
-        net = load_model(folder, family, config, engine.strategy, (ROWS, SLOTS), int8, adapters, num_drafts > 0)
+        net = load_model(folder, family, config, engine.strategy, (ROWS, SLOTS), weights, adapters, num_drafts > 0)
         return cached(engine, net, config, ROWS, SLOTS, CHUNK, num_drafts)
 
     def asked():

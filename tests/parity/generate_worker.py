@@ -16,9 +16,9 @@ SAMPLINGS = {
 }
 
 
-def generate(checkpoint, prompts, strategy):
+def generate(checkpoint, prompts, strategy, *more):
     """What each sampling gives: {name: [[token, ...], ...]}, and the tokens' log-probabilities."""
-    for weights in ("float32", "int8"):
+    for weights in ("float32", "int8", *more):
         common = {"checkpoint": Path(checkpoint), "prompt_file": Path(prompts), "max_new_tokens": NEW_TOKENS}
         common |= {
             "strategy": None if strategy == "one_device" else Path(strategy),
@@ -30,7 +30,7 @@ def generate(checkpoint, prompts, strategy):
             engine, found = Engine.start(job.strategy), {}
         session = open_session(job, engine)
         for name, values in SAMPLINGS.items():
-            if weights == "int8" and name != "greedy":
+            if weights != "float32" and name != "greedy":
                 continue
             done = session.complete(job.prompts, GenerateConfig(**common, **values), NEW_TOKENS)
             found[f"{weights} {name}"] = [completion.tokens for completion in done]

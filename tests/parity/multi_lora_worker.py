@@ -16,10 +16,10 @@ from sporeloom.strategy.loader import load_strategy
 NEW_TOKENS, CHUNK, ROWS, SLOTS = 6, 16, 4, 128
 
 
-def open_scheduler(engine, folder, modules=(), int8=False):
+def open_scheduler(engine, folder, modules=(), weights="float32"):
     family, config = load_config(folder)
     adapters = [read_adapter(Path(module), family, config) for module in modules]
-    net = load_model(folder, family, config, engine.strategy, (ROWS, SLOTS), int8, adapters)
+    net = load_model(folder, family, config, engine.strategy, (ROWS, SLOTS), weights, adapters)
     return Scheduler(CachedDecoder(engine, net, config, ROWS, SLOTS, CHUNK), engine)
 
 
@@ -37,19 +37,19 @@ def texts(scheduler, requests):
     return list(told.values())
 
 
-def together(checkpoint, modules, requests, strategy=None, int8=False):
+def together(checkpoint, modules, requests, strategy=None, weights="float32"):
     """Requests that share the rows; and each again, alone."""
     engine = Engine.start(load_strategy(Path(strategy)) if strategy else SINGLE_DEVICE)
-    scheduler = open_scheduler(engine, Path(checkpoint), modules, int8)
+    scheduler = open_scheduler(engine, Path(checkpoint), modules, weights)
     found = {"together": texts(scheduler, requests)}
     if not strategy:
         found |= {"alone": [texts(scheduler, [each])[0] for each in requests], "reused": scheduler.reused_tokens}
     return found if engine.is_log_rank else None
 
 
-def merged(folders, prompts, int8=False):
+def merged(folders, prompts, weights="float32"):
     """Of each checkpoint folder, adapters' among them, the texts of all prompts."""
     engine = Engine.start(SINGLE_DEVICE)
     return [
-        texts(open_scheduler(engine, Path(folder), (), int8), [(each, 0) for each in prompts]) for folder in folders
+        texts(open_scheduler(engine, Path(folder), (), weights), [(each, 0) for each in prompts]) for folder in folders
     ]

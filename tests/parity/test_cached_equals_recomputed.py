@@ -18,6 +18,7 @@ from sporeloom.inference.model import load_model
 from sporeloom.inference.sampling import Sampler, SamplingConfig
 from sporeloom.inference.scheduler import Request, generate
 from sporeloom.models.family import family_module, size_config
+from sporeloom.models.weight_formats import WEIGHT_FORMATS
 from sporeloom.nn.linear import MAX_KERNEL_ROWS
 from sporeloom.runtime.engine import Engine
 from sporeloom.strategy.config import SINGLE_DEVICE
@@ -66,15 +67,15 @@ def converted(folder, activation, family="pangu"):
     return folder / "checkpoint"
 
 
-def cached(engine, folder, num_rows=1, num_slots=64, int8=False, chunk=64):
+def cached(engine, folder, num_rows=1, num_slots=64, weights="float32", chunk=64):
     family, config = load_config(folder)
-    net = load_model(folder, family, config, SINGLE_DEVICE, (num_rows, num_slots), int8)
+    net = load_model(folder, family, config, SINGLE_DEVICE, (num_rows, num_slots), weights)
     return CachedDecoder(engine, net, config, num_rows, num_slots, chunk)
 
 
-def recomputed(engine, folder, num_rows=1, int8=False):
+def recomputed(engine, folder, num_rows=1, weights="float32"):
     family, config = load_config(folder)
-    net = load_model(folder, family, config, SINGLE_DEVICE, int8=int8)
+    net = load_model(folder, family, config, SINGLE_DEVICE, weights=weights)
     return UncachedDecoder(engine, net, config, num_rows)
 
 
@@ -188,7 +189,7 @@ def test_int8_takes_a_quarter_and_points_the_same_way(engine, tmp_path, golden, 
     experts = saved(tmp_path / "experts", "pangu", size_config("pangu", "gshard_tiny"))
     texts = ((golden_folder, golden["input_ids"][0].tolist()), (tiny, list(range(10, 60))), (experts, [*range(10, 60)]))
     for folder, ids in texts:
-        exact, coarse = recomputed(engine, folder), recomputed(engine, folder, int8=True)
+        exact, coarse = recomputed(engine, folder), recomputed(engine, folder, weights="int8")
         for length in (1, 8, len(ids)):
             a, b = (extend(d, ids[:length]).astype(np.float64) for d in (exact, coarse))
             assert a @ b / np.linalg.norm(a) / np.linalg.norm(b) >= 0.999
@@ -199,7 +200,7 @@ def test_int8_takes_a_quarter_and_points_the_same_way(engine, tmp_path, golden, 
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler (cc)")
-@pytest.mark.parametrize("size", ["tiny", "codegeex4", "int8"])
+@pytest.mark.parametrize("size", ["tiny", "codegeex4", "int8", "int4-asym-g32"])
 def test_in_mixed_batches_a_row_gets_the_same_to_the_bit_whoever_is_beside_it(engine, tmp_path, tiny, size):
     """In one batch with others, or alone; its prompt at once, or token by token."""
     folder = (
@@ -207,9 +208,9 @@ def test_in_mixed_batches_a_row_gets_the_same_to_the_bit_whoever_is_beside_it(en
     )
     family, config = load_config(folder)
     shape = (5, 64)
-    decoding = RaggedDecoder(
-        engine, load_model(folder, family, config, SINGLE_DEVICE, shape, size == "int8"), config, *shape, 6
-    )
+    weights = size if size in WEIGHT_FORMATS else "float32"
+    net = load_model(folder, family, config, SINGLE_DEVICE, shape, weights)
+    decoding = RaggedDecoder(engine, net, config, *shape, 6)
     assert decoding.sizes == [1, 4, 5, 10, MAX_KERNEL_ROWS]
     waiting = {0: [1] * 4, 3: [2] * MAX_KERNEL_ROWS}
     assert decoding.next_chunks(waiting, False) == {0: [1] * 4, 3: [2] * 2}  # beside tokens of others

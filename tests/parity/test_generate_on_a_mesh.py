@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same tokens under every mesh: greedy, sampled with a seed, with penalties, with int8 weights."""
+"""The same tokens under every mesh: greedy, sampled with a seed, with penalties, with int8 and int4 weights."""
 
 import json
 
@@ -11,6 +11,7 @@ from sporeloom.strategy.loader import load_strategy
 
 WORKER = "tests/parity/generate_worker.py"
 NAMES = ("dp2_tp2", "tp2_pp2")
+INT4 = ("int4-g32", "int4-asym-g64")
 
 pytestmark = pytest.mark.slow
 
@@ -24,14 +25,14 @@ def prompts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(checkpoint, prompts):
-    found = call(WORKER, "generate", checkpoint, prompts, "one_device")
+    found = call(WORKER, "generate", checkpoint, prompts, "one_device", *INT4)
     assert found["float32 greedy"] != found["float32 sampled"] != found["float32 penalized"]
     return found
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_mesh_gives_the_tokens_of_one_device(checkpoint, prompts, expected, name):
-    check(checkpoint, prompts, expected, CONFIGS / f"pangu_tiny_{name}.yaml")
+    check(checkpoint, prompts, expected, CONFIGS / f"pangu_tiny_{name}.yaml", *INT4)
 
 
 def test_experts_that_ranks_share_out_give_the_tokens_of_one_device(checkpoint, prompts, tmp_path):
@@ -69,8 +70,8 @@ def test_latents_convolutions_and_sparse_attention_give_the_tokens_of_one_device
     check(tmp_path / "out/checkpoint", prompts, alone, CONFIGS / f"{name}.yaml")
 
 
-def check(checkpoint, prompts, expected, strategy):
-    told = call(WORKER, "generate", checkpoint, prompts, strategy, processes=load_strategy(strategy).mesh.size)
+def check(checkpoint, prompts, expected, strategy, *more):
+    told = call(WORKER, "generate", checkpoint, prompts, strategy, *more, processes=load_strategy(strategy).mesh.size)
     (found,) = (tokens for tokens in told if tokens)
     assert found.keys() == expected.keys()
     for key, value in expected.items():

@@ -56,9 +56,10 @@ def test_one_device(checkpoint, modules, requests, expected):
     assert found["reused"] > 0
 
 
-def test_beside_int8_weights(checkpoint, modules, requests):
-    found = call(WORKER, "together", str(checkpoint), modules, requests, None, True)
-    plain = call(WORKER, "merged", [str(checkpoint)], [prompt for prompt, adapter in requests if adapter == 0], True)
+@pytest.mark.parametrize("weights", ["int8", "int4-g32"])
+def test_with_quantized_weights(checkpoint, modules, requests, weights):
+    found = call(WORKER, "together", str(checkpoint), modules, requests, None, weights)
+    plain = call(WORKER, "merged", [str(checkpoint)], [prompt for prompt, adapter in requests if adapter == 0], weights)
     equal([each for each, (_, adapter) in zip(found["together"], requests, strict=True) if not adapter], plain[0], 1e-5)
     equal(found["alone"], found["together"], 0.0)
     assert len({round(found["together"][place][1][0], 2) for place in (0, 1, 2)}) == 3

@@ -95,7 +95,7 @@ def test_a_card_says_why_no_server_fits(script):
     assert found.config.num_heads % 32 and not found.config.num_heads % 16
     why = f"none: {held / GB:.0f} GB on each of 16; mesh.tp = 32 does not divide num_heads = {found.config.num_heads}"
     shown = [row[2] for row in rows(found.title, "Serving") if row[1] == "float32"]
-    assert shown == [script.fewest_devices(found, usable * GB, int8=False) for usable in (62, 78)] == [why, why]
+    assert shown == [script.fewest_devices(found, usable * GB, weights="float32") for usable in (62, 78)] == [why, why]
 
 
 @pytest.mark.parametrize(
@@ -181,5 +181,5 @@ def test_a_card_without_an_interval_or_a_strategy_that_fits_says_so(script):
     found = card(script, "PanGu-alpha 13B")
     nowhere = dataclasses.replace(found, devices=1, batch=1)
     assert script.training_row(nowhere, "ascend910b")[-1].startswith("nothing fits: the nearest strategy needs ")
-    why = script.fewest_devices(found, 1e6, int8=True)
+    why = script.fewest_devices(found, 1e6, weights="int8")
     assert re.fullmatch(r"none: \d+ GB on each of 8; mesh\.tp = 16 does not divide num_heads = 40", why)

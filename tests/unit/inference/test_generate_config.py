@@ -80,9 +80,9 @@ def drafting(folder, draft, **flags):
 
 def test_a_draft_model_is_read_with_the_flags_of_the_model(folder, tmp_path):
     path = draft_folder(tmp_path / "draft", folder)
-    for weights, int8 in (("float32", False), ("int8", True)):
+    for weights in ("float32", "int8", "int4-g32"):
         draft = check(drafting(folder, path, weights=weights), 1, []).draft
-        assert (draft.folder, draft.family, draft.model.num_layers, draft.int8) == (path, "pangu", 1, int8)
+        assert (draft.folder, draft.family, draft.model.num_layers, draft.weights) == (path, "pangu", 1, weights)
     assert check(GenerateConfig(checkpoint=folder, speculate="ngram"), 1, []).draft is None
     named = drafting(folder, path, tokenizer=folder / "tokenizer.model")
     assert check(named, 1, []).draft

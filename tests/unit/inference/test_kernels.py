@@ -63,6 +63,41 @@ def test_products(call, rows, columns):
 
 
 @needs_compiler
+@pytest.mark.parametrize(
+    ("rows", "columns", "group"),
+    [
+        *((n, 96, 32) for n in (1, 2, 3, 5, 8)),
+        (1, 1152, 128),
+        (3, 1152, 64),
+        (21, 1152, 128),
+        (70, 576, 576),
+        (6, 1152, 1152),
+    ],
+)
+@pytest.mark.parametrize("has_zeros", [False, True])
+def test_products_with_int4(call, rows, columns, group, has_zeros):
+    """Groups within slices, across them, and as long as a row."""
+    random = np.random.default_rng(rows)
+    x, q = random.standard_normal((rows, columns), np.float32), random.integers(0, 16, (20, columns))
+    blocks = q.reshape(20, -1, 2, 16)
+    w = (blocks[:, :, 0] + 16 * blocks[:, :, 1]).astype(np.uint8)
+    scale = random.standard_normal((20, columns // group), np.float32)
+    zero = random.integers(0, 17, scale.shape).astype(np.uint8) if has_zeros else np.full(scale.shape, 8, np.uint8)
+    exact_w = (q - np.repeat(zero, group, 1)) * np.repeat(scale, group, 1).astype(np.float64)
+    name, of = ("linear_int4_zeros", (w, scale, zero)) if has_zeros else ("linear_int4", (w, scale))
+    y, alone, with_bias = (np.full((rows, 20), np.nan, np.float32) for _ in range(3))
+    call(name, x, *of, y)
+    exact, added = x.astype(np.float64) @ exact_w.T, np.abs(x) @ np.abs(exact_w.T)
+    assert (np.abs(y - exact) <= 1e-5 * np.abs(exact) + 6e-8 * added).all()
+    bias = random.standard_normal(20, np.float32)
+    call(name, x, *of, bias, with_bias)
+    np.testing.assert_array_equal(with_bias, y + bias)
+    for row in range(rows):
+        call(name, x[row : row + 1].copy(), *of, alone[row : row + 1])
+    np.testing.assert_array_equal(y, alone)  # to the bit, whatever the other rows are
+
+
+@needs_compiler
 def test_threads_that_lose_their_core_change_no_bit(tmp_path):
     """More threads than cores, beside a program that computes all the time: pieces are taken late, by whoever is there."""
     one, many = (ctypes.CDLL(shutil.copy(kernel_library(), tmp_path / f"{count}.so")) for count in (1, 7))
@@ -75,9 +110,12 @@ def test_threads_that_lose_their_core_change_no_bit(tmp_path):
     try:
         for turn in range(400):
             x, w = (random.standard_normal((n, 512), np.float32) for n in (1 + turn % 5, 16 * (17 + turn % 11)))
+            name, of = "linear", (w,)
+            if turn % 2:
+                name, of = "linear_int4", (random.integers(0, 256, (len(w), 16, 16)).astype(np.uint8), w[:, :4].copy())
             expected, found = (np.full((len(x), len(w)), np.nan, np.float32) for _ in range(2))
-            calling(one)("linear", x, w, expected)
-            calling(many)("linear", x, w, found)
+            calling(one)(name, x, *of, expected)
+            calling(many)(name, x, *of, found)
             np.testing.assert_array_equal(found, expected)
     finally:
         busy.kill()
@@ -105,6 +143,32 @@ def test_attention_of_single_queries(call, kv_heads):
         np.testing.assert_array_equal(v[row, :, slots[place, 0, 0, 2]], new_v[place, :, 0])
     keys, values = (np.repeat(np.nan_to_num(x[list(rows)]), 4 // kv_heads, 1).astype(np.float64) for x in (k, v))
     scores = q.astype(np.float64) @ keys.swapaxes(-1, -2) / np.sqrt(32) + bias
+    probs = np.exp(scores - scores.max(-1, keepdims=True))
+    np.testing.assert_allclose(y, probs / probs.sum(-1, keepdims=True) @ values, rtol=1e-5, atol=1e-6)
+
+
+@needs_compiler
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_attention_with_caches_of_int8(call, kv_heads):
+    """Against float64, with what the caches hold; new keys and values are rounded to the nearest of 127 steps."""
+    random = np.random.default_rng(kv_heads)
+    q, cache, new = random.standard_normal((2, 4, 1, 80), np.float32), (2, kv_heads, 37, 80), (2, kv_heads, 1, 80)
+    k, v = (random.integers(-127, 128, cache).astype(np.int8) for _ in range(2))
+    of_k, of_v = (random.random((*cache[:3], 1), np.float32) / 50 for _ in range(2))
+    new_k, new_v = (random.standard_normal(new, np.float32) for _ in range(2))
+    new_k[0, 0] = 0
+    slots, bias = np.zeros((2, kv_heads, 1, 3), np.int32), np.zeros((2, 1, 1, 37), np.float32)
+    slots[..., 0], slots[..., 1], slots[..., 2] = np.arange(2)[:, None, None], np.arange(kv_heads)[:, None], 20
+    bias[..., 21:] = -10000
+    y = np.full_like(q, np.nan)
+    call("attend_int8", q, new_k, new_v, k, v, of_k, of_v, slots, bias, y)
+    for held, scales, given in ((k, of_k, new_k), (v, of_v, new_v)):
+        wanted = np.maximum(np.abs(given).max(-1, keepdims=True), np.float32(1e-30)) / np.float32(127)
+        np.testing.assert_array_equal(scales[:, :, 20:21], wanted)
+        np.testing.assert_array_equal(held[:, :, 20:21], np.rint(given / wanted).astype(np.int8))
+        assert (np.abs(held[:, :, 20:21] * wanted - given) <= 0.5001 * wanted).all()
+    keys, values = (np.repeat(x * s.astype(np.float64), 4 // kv_heads, 1) for x, s in ((k, of_k), (v, of_v)))
+    scores = q.astype(np.float64) @ keys.swapaxes(-1, -2) / np.sqrt(80) + bias
     probs = np.exp(scores - scores.max(-1, keepdims=True))
     np.testing.assert_allclose(y, probs / probs.sum(-1, keepdims=True) @ values, rtol=1e-5, atol=1e-6)
 

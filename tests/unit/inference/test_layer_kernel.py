@@ -12,6 +12,7 @@ from sporeloom.inference.model import build_model
 from sporeloom.inference.quantize import quantized_weights
 from sporeloom.models.adapters import LoRAConfig
 from sporeloom.models.family import size_config
+from sporeloom.models.weight_formats import WEIGHT_FORMATS
 from sporeloom.nn.blocks import Block
 from sporeloom.runtime.engine import Engine
 from sporeloom.strategy.config import SINGLE_DEVICE
@@ -69,19 +70,19 @@ def engine():
     return Engine.start(SINGLE_DEVICE)
 
 
-def logits_of(engine, family, config, int8, monkeypatch, switch, adapters="none"):
+def logits_of(engine, family, config, weights, monkeypatch, switch, adapters="none"):
     """Of five tokens of three rows, one after the other, that begin at different places of their caches; then of four tokens
     of one row at once."""
     monkeypatch.setenv("SPORELOOM_KERNELS", switch)
-    net = build_model(family, config, SINGLE_DEVICE, (ROWS, SLOTS), int8, **ADAPTERS[adapters])
+    net = build_model(family, config, SINGLE_DEVICE, (ROWS, SLOTS), WEIGHT_FORMATS[weights], **ADAPTERS[adapters])
     draw = np.random.default_rng(5)
     plain = build_model(family, config, SINGLE_DEVICE, **ADAPTERS[adapters])
-    weights = {p.name: draw.normal(0, 0.3, p.shape).astype(np.float32) for p in plain.get_parameters()}
+    exact = {p.name: draw.normal(0, 0.3, p.shape).astype(np.float32) for p in plain.get_parameters()}
 
     def read(name, part):
-        return weights[name][part.slices]
+        return exact[name][part.slices]
 
-    read = quantized_weights(net, read) if int8 else read
+    read = quantized_weights(net, read, WEIGHT_FORMATS[weights]) if weights != "float32" else read
     for parameter in net.get_parameters():
         if ".cache." not in parameter.name:
             parameter.set_data(ms.Tensor(read(parameter.name, TensorSlice.full(parameter.shape))))
@@ -124,34 +125,35 @@ def test_a_layer_with_adapters_anywhere_is_left_to_its_operators(monkeypatch, se
     assert build_model("pangu", config, SINGLE_DEVICE, (ROWS, SLOTS)).rows_are_alone
 
 
-@pytest.mark.parametrize("int8", [False, True], ids=["float32", "int8"])
+@pytest.mark.parametrize("weights", ["float32", "int8", "int4-g32"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_layer_gives_what_its_operators_give(engine, monkeypatch, name, int8):
+def test_a_layer_gives_what_its_operators_give(engine, monkeypatch, name, weights):
     family, size, changes = MODELS[name]
     config = dataclasses.replace(size_config(family, size), **{**SMALL, **changes})
-    got = logits_of(engine, family, config, int8, monkeypatch, "1")
-    wanted = logits_of(engine, family, config, int8, monkeypatch, "0")
+    got = logits_of(engine, family, config, weights, monkeypatch, "1")
+    wanted = logits_of(engine, family, config, weights, monkeypatch, "0")
     assert np.abs(wanted).max() > 0.1
     np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
 
 
 @pytest.mark.parametrize(
-    ("name", "int8", "adapters"),
+    ("name", "weights", "adapters"),
     [
-        ("switch", False, "none"),
-        ("sandwich", False, "none"),
-        ("parallel", True, "none"),
-        ("grouped", True, "one"),
-        ("gshard", False, "several"),
+        ("switch", "float32", "none"),
+        ("sandwich", "float32", "none"),
+        ("parallel", "int8", "none"),
+        ("grouped", "int8", "one"),
+        ("gshard", "float32", "several"),
+        ("switch", "int4-asym-g32", "several"),
     ],
 )
-def test_so_does_a_model_with_experts_in_some_layers(engine, monkeypatch, name, int8, adapters):
+def test_so_does_a_model_with_experts_in_some_layers(engine, monkeypatch, name, weights, adapters):
     """A token's experts depend on it alone, so nothing tells the two ways apart."""
     family, size, changes = EXPERTS[name]
     config = dataclasses.replace(size_config(family, size), **{**SMALL, **changes})
     some = [config.has_experts(layer) for layer in range(config.num_layers - config.query_layer)]
     assert any(some) and not all(some)
-    got = logits_of(engine, family, config, int8, monkeypatch, "1", adapters)
-    wanted = logits_of(engine, family, config, int8, monkeypatch, "0", adapters)
+    got = logits_of(engine, family, config, weights, monkeypatch, "1", adapters)
+    wanted = logits_of(engine, family, config, weights, monkeypatch, "0", adapters)
     assert np.abs(wanted).max() > 0.1
     np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())

@@ -32,12 +32,12 @@ def test_values_lie_side_by_side(monkeypatch, has_large_pages):
     assert side_by_side([]) == []
 
 
-@pytest.mark.parametrize("int8", [False, True])
-def test_a_loaded_model_computes_from_there(tmp_path, int8):
+@pytest.mark.parametrize("weights_in", ["float32", "int8", "int4-g32"])
+def test_a_loaded_model_computes_from_there(tmp_path, weights_in):
     config, draw = size_config("pangu", "tiny"), np.random.default_rng(0)
     weights = {name: draw.standard_normal(shape, np.float32) for name, shape in parameter_shapes(config).items()}
     save_checkpoint(tmp_path / "checkpoint", weights, "pangu", config)
-    net = load_model(tmp_path / "checkpoint", "pangu", config, SINGLE_DEVICE, (2, 16), int8)
+    net = load_model(tmp_path / "checkpoint", "pangu", config, SINGLE_DEVICE, (2, 16), weights_in)
     gc.collect()  # nothing but the parameters holds the memory
     parameters = list(net.get_parameters())
     starts = [parameter.data_ptr() for parameter in parameters]
@@ -47,7 +47,7 @@ def test_a_loaded_model_computes_from_there(tmp_path, int8):
     caches = [parameter for parameter in parameters if CACHE in parameter.name]
     assert caches and not any(cache.asnumpy().any() for cache in caches)
     exact = [parameter for parameter in parameters if parameter.name in weights and str(parameter.dtype) == "Float32"]
-    assert len(exact) < len(weights) if int8 else len(exact) == len(weights)
+    assert len(exact) < len(weights) if weights_in != "float32" else len(exact) == len(weights)
     assert exact
     for parameter in exact:
         np.testing.assert_array_equal(parameter.asnumpy(), weights[parameter.name])

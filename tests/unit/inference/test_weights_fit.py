@@ -13,17 +13,17 @@ from sporeloom.models.config import ModelConfig
 from sporeloom.models.parameters import parameter_shapes
 from sporeloom.strategy.config import SINGLE_DEVICE
 
-MODEL = ModelConfig(vocab_size=16, hidden_size=8, num_layers=2, num_heads=2, dropout_rate=0.0)
+MODEL = ModelConfig(vocab_size=16, hidden_size=32, num_layers=2, num_heads=2, dropout_rate=0.0)
 
 
-@pytest.mark.parametrize("int8", [False, True])
-def test_a_number_that_is_infinite_in_float16(int8, tmp_path):
+@pytest.mark.parametrize("weights_in", ["float32", "int8", "int4-g32"])
+def test_a_number_that_is_infinite_in_float16(weights_in, tmp_path):
     weights = {name: np.full(shape, 0.5, np.float32) for name, shape in parameter_shapes(MODEL).items()}
     weights["layers.0.mlp.up.weight"][3, 4] = -7e4
     save_checkpoint(tmp_path / "m", weights, "pangu", MODEL)
-    assert load_model(tmp_path / "m", "pangu", MODEL, SINGLE_DEVICE, int8=int8)
+    assert load_model(tmp_path / "m", "pangu", MODEL, SINGLE_DEVICE, weights=weights_in)
     narrow = dataclasses.replace(MODEL, compute_dtype="float16")
     with pytest.raises(
         ConfigError, match=r"m: layers\.0\.mlp\.up\.weight: numbers up to 70000 do not fit into float16"
     ):
-        load_model(tmp_path / "m", "pangu", narrow, SINGLE_DEVICE, int8=int8)
+        load_model(tmp_path / "m", "pangu", narrow, SINGLE_DEVICE, weights=weights_in)

@@ -16,6 +16,7 @@ from sporeloom.dry_run.cells import model_cell
 from sporeloom.inference.model import build_model
 from sporeloom.models.adapters import LoRAConfig
 from sporeloom.models.family import family_module, size_config
+from sporeloom.models.weight_formats import WEIGHT_FORMATS
 from sporeloom.nn.lora import attach_adapters
 from sporeloom.nn.loss import BatchTokenLosses
 from sporeloom.nn.objectives import PairwiseReward, Policy, Preference
@@ -58,7 +59,11 @@ NETWORKS = {
     "inference": lambda: build_model("pangu", TINY, SINGLE_DEVICE),
     "inference with caches": lambda: build_model("pangu", TINY, SINGLE_DEVICE, (2, 16)),
     "inference with longer caches": lambda: build_model("pangu", TINY, SINGLE_DEVICE, (2, 32)),
-    "inference with int8": lambda: build_model("pangu", TINY, SINGLE_DEVICE, (2, 16), int8=True),
+    **{
+        f"inference with {name}": lambda weights=weights: build_model("pangu", TINY, SINGLE_DEVICE, (2, 16), weights)
+        for name, weights in WEIGHT_FORMATS.items()
+        if name in ("int8", "int4-g64", "int4-g32", "int4-asym-g32")
+    },
     "inference that lends rows": lambda: build_model("pangu", TINY, SINGLE_DEVICE, (2, 16), lends_rows=True),
     "inference with several adapters": lambda: build_model(
         "pangu", TINY, SINGLE_DEVICE, (2, 16), ranks={"attention.query": [2, 4]}

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders of GPTQ and AWQ: packed here by the definition of the formats, read to the bit, and refused by name where they
+are of another kind."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from packed_folders import AWQ, GPTQ, quantized
+from safetensors.numpy import load_file, save_file
+
+from sporeloom.checkpoint.huggingface import export_published
+from sporeloom.checkpoint.model_folder import load_config, load_weights, open_weights, save_checkpoint, weight_problems
+from sporeloom.core.errors import ConfigError
+from sporeloom.inference.quantize import dequantized
+from sporeloom.models.family import size_config
+from sporeloom.models.parameters import parameter_shapes
+
+KINDS = {
+    "GPTQ": GPTQ,
+    "GPTQ, a group for each row": {**GPTQ, "group_size": -1},
+    "GPTQ, version 2": {**GPTQ, "checkpoint_format": "gptq_v2", "group_size": 64, "meta": {"quantizer": ["gptqmodel"]}},
+    "GPTQ, act order": {**GPTQ, "desc_act": True},
+    "AWQ": AWQ,
+    "AWQ, upper case": {**AWQ, "version": "GEMM", "modules_to_not_convert": ["down_proj"]},
+}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A published folder of floating-point numbers."""
+    root = tmp_path_factory.mktemp("plain")
+    config = dataclasses.replace(size_config("pangu", "embedded_tiny"), num_layers=2, vocab_size=64, seq_len=32)
+    draw = np.random.default_rng(3)
+    weights = {name: draw.normal(0, 0.2, shape).astype(np.float32) for name, shape in parameter_shapes(config).items()}
+    save_checkpoint(root / "ours", weights, "pangu", config)
+    export_published(root / "ours", root / "hf")
+    return root / "hf"
+
+
+NAMES = {
+    "self_attn.q_proj": "attention.query",
+    "self_attn.k_proj": "attention.key",
+    "self_attn.v_proj": "attention.value",
+    "self_attn.o_proj": "attention.output",
+    "mlp.gate_proj": "mlp.gate",
+    "mlp.up_proj": "mlp.up",
+    "mlp.down_proj": "mlp.down",
+}
+
+
+def ours(name):
+    for theirs, here in NAMES.items():
+        name = name.replace(theirs, here)
+    return name.removeprefix("model.")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_matrices_are_what_was_packed(plain, tmp_path, kind):
+    exact = quantized(plain, tmp_path / "q", KINDS[kind])
+    assert load_config(tmp_path / "q") == load_config(plain)
+    before, found = load_weights(plain), load_weights(tmp_path / "q")
+    assert found.keys() == before.keys() and len(exact) in (12, 14)
+    for name, value in exact.items():
+        np.testing.assert_array_equal(found[ours(name)], value, err_msg=name)
+    changed = {ours(name) for name in exact}
+    for name in before.keys() - changed:
+        np.testing.assert_array_equal(found[name], before[name])
+    weights = open_weights(tmp_path / "q")
+    assert weights.packed.exact & {"layers.1.mlp.down"} == ({"layers.1.mlp.down"} if len(exact) == 12 else set())
+    for name, value in exact.items():
+        if KINDS[kind].get("desc_act"):
+            with pytest.raises(
+                ConfigError, match=r"g_idx: columns of a group are not neighbours .* use --weights int8"
+            ):
+                weights.read_int4(ours(name))
+        else:
+            np.testing.assert_array_equal(dequantized(weights.read_int4(ours(name))), value)
+
+
+OTHERS = [
+    ({**GPTQ, "bits": 3}, "quantization_config.bits is 3; only 4 is read: use the folder of the unquantized model"),
+    ({**GPTQ, "bits": 8}, "quantization_config.bits is 8; only 4 is read"),
+    ({**GPTQ, "group_size": "128"}, "quantization_config.group_size is '128'"),
+    ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'; only gptq and gptq_v2 are read"),
+    ({**GPTQ, "is_marlin_format": True}, "is_marlin_format is true; matrices packed for Marlin"),
+    ({**GPTQ, "dynamic": {"-:lm_head": {}}}, "dynamic gives some matrices settings of their own"),
+    ({**GPTQ, "pack_dtype": "int16"}, "pack_dtype is 'int16'; only int32 is read"),
+    ({**AWQ, "version": "gemv"}, "version is 'gemv'; only gemm is read"),
+    ({**AWQ, "backend": "llm-awq"}, "backend is 'llm-awq'; only autoawq is read"),
+    ({"quant_method": "exl2", "bits": 4}, "quant_method is exl2; only gptq and awq are read"),
+    ({"quant_method": "fp8"}, "quant_method is fp8; only gptq and awq are read"),
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method is bitsandbytes; only gptq and awq"),
+    ({"quant_method": "compressed-tensors"}, "quant_method is compressed-tensors; only gptq and awq are read"),
+    ({"bits": 4}, "quant_method is missing"),
+    ("gptq", "quantization_config must be a mapping of keys"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), OTHERS)
+def test_another_kind_is_refused_by_name(plain, tmp_path, settings, message):
+    config = json.loads((plain / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path)
+    assert message in str(caught.value)
+
+
+def damaged(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def test_what_does_not_go_together_is_named(plain, tmp_path):
+    folder, name = tmp_path / "q", "model.layers.0.self_attn.q_proj"
+    quantized(plain, folder, GPTQ)
+    damaged(folder, lambda tensors: tensors.update({f"{name}.g_idx": np.full(64, 9, np.int32)}))
+    with pytest.raises(
+        ConfigError, match=r"q_proj.g_idx is \(64,\); with qweight \(\d+, \d+\) and group_size 32 it is"
+    ):
+        load_weights(folder)
+    size = load_config(plain)[1].hidden_size
+    damaged(folder, lambda tensors: tensors.update({f"{name}.g_idx": np.full(size, 99, np.int32)}))
+    with pytest.raises(ConfigError, match=r"q_proj.g_idx: groups 99 .. 99 of \d"):
+        load_weights(folder)
+    damaged(folder, lambda tensors: tensors.pop(f"{name}.scales"))
+    with pytest.raises(ConfigError, match=r"q_proj.qweight is there, but .*q_proj.scales is missing"):
+        load_weights(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": None}))
+    with pytest.raises(ConfigError, match=r"qweight is quantized, but config.json has no quantization_config"):
+        load_weights(folder)
+    (folder / "quantize_config.json").write_text(json.dumps({"bits": 2, "group_size": 32}))
+    with pytest.raises(ConfigError, match=r"quantize_config.json.bits is 2; only 4 is read"):
+        load_config(folder)
+
+
+def test_zeros_that_autogptq_adds_as_biases_are_left_out(plain, tmp_path):
+    folder, name = tmp_path / "q", "model.layers.0.mlp.up_proj"
+    quantized(plain, folder, GPTQ)
+    width = load_config(plain)[1].ffn_size
+    damaged(folder, lambda tensors: tensors.update({f"{name}.bias": np.zeros(width, np.float16)}))
+    assert load_weights(folder).keys() == load_weights(plain).keys()
+    damaged(folder, lambda tensors: tensors.update({f"{name}.bias": np.ones(width, np.float16)}))
+    with pytest.raises(ConfigError, match=r"up_proj.bias \(\d+,\) is not known"):
+        load_weights(folder)
+
+
+def test_another_int4_than_the_folder_has_is_refused(plain, tmp_path):
+    quantized(plain, tmp_path / "q", GPTQ)
+    _, model = load_config(tmp_path / "q")
+    assert not weight_problems("int4", tmp_path / "q", model) and not weight_problems("int8", tmp_path / "q", model)
+    (problem,) = weight_problems("int4-g64", tmp_path / "q", model)
+    assert "--weights int4 computes with them, got int4-g64" in problem

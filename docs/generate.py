@@ -152,6 +152,8 @@ ENDPOINTS = {
     "/tokenizer_info": "class, vocabulary size and end token of the tokenizer, as in vLLM",
     "/tokenize": "token ids of a `prompt` or of `messages`, as in vLLM",
     "/detokenize": "text of token ids",
+    "/v1/load_lora_adapter": "loads adapters of `--runtime-lora-folder` under a name, as in vLLM",
+    "/v1/unload_lora_adapter": "removes them; requests that have begun keep them",
     "/v1/completions": "continuations of texts or of token ids",
     "/v1/chat/completions": "answers to a conversation; 400 for a base model without a chat template",
     "/v1/responses": "the same in the form of OpenAI's Responses API",

@@ -64,7 +64,9 @@ class Request:
     score_prompt: bool = False
     """Report the log-probability of each token of the prompt but the first."""
     adapter: int = 0
-    """Number of its adapter, counted from 1; 0: none."""
+    """Slot of its adapter, counted from 1; 0: none."""
+    adapter_id: int = 0
+    """Number of these weights: a slot may hold others later, which reuse nothing of theirs."""
     cache_salt: str = ""
     """Only requests with the same one reuse what each other's prompts left in caches."""
 
@@ -74,7 +76,7 @@ class Request:
     @property
     def owner(self) -> tuple[int, int, str]:
         """Identity of the requests that may reuse what its prompt leaves in caches."""
-        return self.adapter, self.client, self.cache_salt
+        return self.adapter_id, self.client, self.cache_salt
 
 
 @dataclass(frozen=True)

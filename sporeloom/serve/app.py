@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from sporeloom.core.errors import ConfigError
@@ -52,6 +52,7 @@ from sporeloom.serve.responses.answer import ResponsesAnswer
 from sporeloom.serve.responses.request import NAMES as RESPONSES_NAMES
 from sporeloom.serve.responses.request import read_response_request
 from sporeloom.serve.responses.store import ResponseStore
+from sporeloom.serve.runtime_adapters import RuntimeAdapters
 from sporeloom.serve.service import Service
 from sporeloom.serve.texts import Events, RequestStream, stream, whole
 from sporeloom.serve.token_texts import token_text
@@ -77,6 +78,8 @@ def build_app(service: Service) -> Starlette:
         ("/metrics", server.metrics_text, "GET"),
         ("/v1/models", server.models, "GET"),
         ("/v1/models/{name:path}", server.one_model, "GET"),
+        ("/v1/load_lora_adapter", server.load_adapter, "POST"),
+        ("/v1/unload_lora_adapter", server.unload_adapter, "POST"),
         ("/tokenizer_info", server.tokenizer_info, "GET"),
         ("/tokenize", server.tokenize, "POST"),
         ("/detokenize", server.detokenize, "POST"),
@@ -129,6 +132,7 @@ class Server:
         self.started = int(time.time())
         self.store = ResponseStore(self.job.config.response_store_mb * 2**20)
         self._unknown: set[str] = set()
+        self.adapters = RuntimeAdapters(service)
         self.bodies = Bodies(self.job.config.max_body_kb)
         self._log = LogBudget()
         self._tokenizing = Workers(2, self.job.max_texts)
@@ -196,10 +200,16 @@ class Server:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(self, request: Request) -> Response:
-        return JsonResponse({"object": "list", "data": [self._described(model) for model in self.job.models]})
+        return JsonResponse({"object": "list", "data": [self._described(model) for model in self.adapters.models]})
 
     async def one_model(self, request: Request) -> Response:
         return JsonResponse(self._described(self._named(request.path_params["name"])))
+
+    async def load_adapter(self, request: Request) -> Response:
+        return PlainTextResponse(await self.adapters.load(await self.bodies.read(request)))
+
+    async def unload_adapter(self, request: Request) -> Response:
+        return PlainTextResponse(await self.adapters.unload(await self.bodies.read(request)))
 
     def _described(self, model: ServedModel) -> dict[str, Any]:
         return {
@@ -318,10 +328,10 @@ class Server:
         """Raises:
         RequestError: there is none of this name.
         """
-        for model in self.job.models:
+        for model in self.adapters.models:
             if name == model.name:
                 return model
-        known = ", ".join(repr(model.name) for model in self.job.models)
+        known = ", ".join(repr(model.name) for model in self.adapters.models)
         raise RequestError(404, f"there is no model {shown(name)} here, but {known}", "model")
 
     def _check_state(self, fields: Fields, request: Request) -> None:

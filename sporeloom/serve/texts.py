@@ -15,6 +15,7 @@ from starlette.types import Send
 
 from sporeloom.inference.sampling import GrammarError, NoTokenError
 from sporeloom.inference.scheduler import Event, Failure, NewToken, PromptScores
+from sporeloom.serve.adapter_slots import ModelGoneError
 from sporeloom.serve.answers import Answer, Choice
 from sporeloom.serve.config import ServedModel
 from sporeloom.serve.fields import RequestError
@@ -122,8 +123,14 @@ class RequestStream:
             choice.finish_reason = event.finish_reason
             return ""
         if isinstance(event, Failure):
-            raise RequestError(400 if isinstance(event.error, NoTokenError | GrammarError) else 500, str(event.error))
+            raise RequestError(_status(event.error), str(event.error))
         raise RequestError(503, event.reason)
+
+
+def _status(error: Exception) -> int:
+    if isinstance(error, ModelGoneError):
+        return 404
+    return 400 if isinstance(error, NoTokenError | GrammarError) else 500
 
 
 def _notify(

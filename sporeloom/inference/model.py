@@ -49,13 +49,14 @@ def build_model(
     lora: LoRAConfig | None = None,
     ranks: Mapping[str, Sequence[int]] | None = None,
     lends_rows: bool = False,
+    gives_states: bool = False,
 ) -> nn.Cell:
     """The family's model, parallelized, its weights not materialised; not training.
 
     `caches`: rows and slots of KV caches to attach. `int8`: matrices as int8 (see `quantize`). `weights_of`: such a model
     with whose parameters it computes, whatever becomes of them; `lora`: that model's adapters. `ranks`: of several adapters
     that tokens choose from (see `ranks_of_several`). `lends_rows`: a place in the batch may compute for any
-    row of the caches.
+    row of the caches. `gives_states`: `HiddenStates` can be wrapped around it.
     """
     with no_init_parameters():
         net: nn.Cell = family_module(family, "model").Model(config)
@@ -65,6 +66,8 @@ def build_model(
             attach_adapters(net, lora)
         if ranks:
             attach_several_adapters(net, ranks)
+        if gives_states:
+            net.attach_head_input()
         if weights_of:
             share_parameters(net, weights_of)
         if caches:
@@ -95,6 +98,7 @@ def load_model(
     int8: bool = False,
     adapters: Sequence[Adapter] = (),
     lends_rows: bool = False,
+    gives_states: bool = False,
 ) -> nn.Cell:
     """`build_model` with the folder's weights, and with adapters that tokens choose from. Of several CPU processes
     each reads what it holds when the first graph is compiled.
@@ -106,7 +110,10 @@ def load_model(
     if problem := weights.damage(slice(None)):
         raise ConfigError(problem)
     check_shapes(weights.shapes, parameter_shapes(config), str(folder / WEIGHTS))
-    net = build_model(family, config, strategy, caches, int8, ranks=ranks_of_several(adapters), lends_rows=lends_rows)
+    ranks = ranks_of_several(adapters)
+    net = build_model(
+        family, config, strategy, caches, int8, ranks=ranks, lends_rows=lends_rows, gives_states=gives_states
+    )
     exact = _fitting(weights.read, config, folder)
     read, beside = quantized_weights(net, exact) if int8 else exact, put_side_by_side(adapters)
     on_cpu = ms.get_context("device_target") == "CPU"

@@ -43,13 +43,13 @@ class AdapterLoad:
 
     @property
     def command(self) -> dict[str, Any]:
-        """What every rank has to know."""
+        """The description of the load that every rank gets."""
         ranks = {path: widths[0] for path, widths in ranks_of_several([self.adapter]).items()}
         return {"number": self.number, "slot": self.slot, "vocab_size": self.vocab_size, "ranks": ranks}
 
 
 class AdapterSlots:
-    """Which adapters are in which slot; slot 0 is for none.
+    """Adapters by their slots; slot 0 is for none.
 
     Args:
         models: the checkpoint's model and those of `--lora-modules`, which stay.

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hmac
 import time
@@ -33,6 +32,7 @@ from sporeloom.serve.anthropic.request import PATH as MESSAGES_PATH
 from sporeloom.serve.anthropic.request import read_message_request
 from sporeloom.serve.bodies import Bodies
 from sporeloom.serve.config import ServedModel, ServeJob
+from sporeloom.serve.embeddings import Embedded, embed, read_embeddings, read_rerank
 from sporeloom.serve.fields import Fields, RequestError, shown, token_ids
 from sporeloom.serve.hosts import AllowedHosts, AllowedOrigins
 from sporeloom.serve.json_response import JsonResponse
@@ -54,7 +54,7 @@ from sporeloom.serve.responses.request import read_response_request
 from sporeloom.serve.responses.store import ResponseStore
 from sporeloom.serve.runtime_adapters import RuntimeAdapters
 from sporeloom.serve.service import Service
-from sporeloom.serve.texts import Events, RequestStream, stream, whole
+from sporeloom.serve.texts import Events, RequestStream, stream, unless_gone, whole
 from sporeloom.serve.token_texts import token_text
 from sporeloom.serve.translation import renamed
 from sporeloom.serve.work import Workers, too_many
@@ -80,6 +80,10 @@ def build_app(service: Service) -> Starlette:
         ("/v1/models/{name:path}", server.one_model, "GET"),
         ("/v1/load_lora_adapter", server.load_adapter, "POST"),
         ("/v1/unload_lora_adapter", server.unload_adapter, "POST"),
+        ("/v1/embeddings", server.embeddings, "POST"),
+        ("/rerank", server.rerank, "POST"),
+        ("/v1/rerank", server.rerank, "POST"),
+        ("/v2/rerank", server.rerank, "POST"),
         ("/tokenizer_info", server.tokenizer_info, "GET"),
         ("/tokenize", server.tokenize, "POST"),
         ("/detokenize", server.detokenize, "POST"),
@@ -265,6 +269,23 @@ class Server:
         prepared = await self._tokenizing.run(prepare_completion, self.job, model, asked)
         return await self._answer(request, asked, prepared, CompletionAnswer(model, asked))
 
+    async def embeddings(self, request: Request) -> Response:
+        return await self._embed(request, read_embeddings)
+
+    async def rerank(self, request: Request) -> Response:
+        return await self._embed(request, read_rerank)
+
+    async def _embed(self, request: Request, read: Callable[[Fields, ServedModel, ServeJob], Embedded]) -> Response:
+        fields = await self.bodies.read(request)
+        model = self._model(fields)
+        asked = await self._tokenizing.run(read, fields, model, self.job)
+        self._check_state(fields, request)
+        client, most = request.state.client, self.job.num_rows
+        self._check_queue(client, min(most, len(asked.prompts)))
+        made = embed(self.service, self.metrics, model, asked, client, most)
+        vectors = await unless_gone(request, made)
+        return await self._tokenizing.run(lambda: JsonResponse(asked.answer(model.name, vectors)))
+
     async def chat(self, request: Request) -> Response:
         return await self._converse(request, _read_chat, ChatAnswer)
 
@@ -359,18 +380,7 @@ class Server:
         )
         if asked.stream:
             return Events(stream(texts, form, prompts), media_type="text/event-stream", headers=_NO_BUFFER)
-        made = asyncio.ensure_future(whole(texts))
-        gone = asyncio.ensure_future(_until_gone(request))
-        try:
-            await asyncio.wait((made, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not made.done():
-                raise ClientDisconnect
-            made.result()
-        finally:
-            gone.cancel()
-            made.cancel()
-            with contextlib.suppress(asyncio.CancelledError, RequestError):
-                await made
+        await unless_gone(request, whole(texts))
         return await self._tokenizing.run(lambda: JsonResponse(form.whole(prompts, choices)))
 
 
@@ -386,8 +396,3 @@ def _detokenized(fields: Fields, tokenizer: Tokenizer) -> Response:
 
 
 _NO_BUFFER = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-
-
-async def _until_gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

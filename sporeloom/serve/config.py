@@ -19,6 +19,7 @@ from sporeloom.core.numbers import Count, Natural, NotNegative, Positive, number
 from sporeloom.data.documents import decode_text
 from sporeloom.data.tokenizer import Tokenizer, find_tokenizer, folder_tokenizer
 from sporeloom.inference.config import ComputeFlags
+from sporeloom.inference.pooling import Pooling
 from sporeloom.inference.speculation_config import DraftModel, SpeculationFlags, read_draft, speculation_problems
 from sporeloom.models.adapters import ADAPTER_CONFIG, base_folder, is_adapter_folder, is_reward_adapter
 from sporeloom.models.config import ModelConfig
@@ -97,6 +98,11 @@ class ServeConfig(ComputeFlags, SpeculationFlags):
     max_body_kb: Count = option(1024, "maximum size of a request in KB")
     log_format: Literal["text", "json"] = option(
         "text", "json: log each request as a line of JSON on stdout, with counts and times, without what it says"
+    )
+    embeddings: Pooling | None = option(
+        None,
+        "serve /v1/embeddings and /rerank, whose vectors are the last token's state, or the mean of all tokens' "
+        "(default: not served)",
     )
     response_store_mb: Natural = option(
         64, "MB of memory for responses that later ones continue (`previous_response_id`); 0: none are kept"

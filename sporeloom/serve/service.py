@@ -27,9 +27,17 @@ from sporeloom.inference.cache import cache_bytes
 from sporeloom.inference.draft_model import open_speculation
 from sporeloom.inference.mixed import cached, takes
 from sporeloom.inference.model import load_model
+from sporeloom.inference.pooling import Pooling
 from sporeloom.inference.prefix_cache import prefix_cache
 from sporeloom.inference.sampling import Processor, Sampler, SamplingConfig, add_bias
-from sporeloom.inference.scheduler import Event, Failure, InternalError, Request, Scheduler
+from sporeloom.inference.scheduler import (
+    Event,
+    Failure,
+    InternalError,
+    PromptEmbedding,
+    Request,
+    Scheduler,
+)
 from sporeloom.models.slots import num_slots_for
 from sporeloom.runtime.engine import Engine
 from sporeloom.serve.adapter_slots import AdapterLoad, AdapterSlots, ModelGoneError
@@ -59,6 +67,7 @@ class GenerationRequest:
     logit_bias: dict[int, float]
     num_top: int
     score_prompt: bool
+    """See `Request`."""
     is_finished: Callable[[Sequence[int]], bool]
     """Called on the rank with the server."""
     cache_salt: str = ""
@@ -67,6 +76,8 @@ class GenerationRequest:
     """Processors of its logits, on the rank with the server, which is the one that chooses tokens."""
     priority: int = 0
     """Texts of a client with lower numbers get a row first."""
+    pooling: Pooling | None = None
+    """See `Request`."""
     client: int = 0
     """Number of the client's key; clients take turns, and share no prefix cache."""
 
@@ -205,10 +216,13 @@ class Service:
         self._say("loading the weights")
         is_int8 = config.weights == "int8"
         lends, adapters = config.num_drafts > 0, job.adapter_slots
-        net = load_model(config.checkpoint, job.family, job.model, job.strategy, shape, is_int8, adapters, lends)
+        pooling = config.embeddings
+        net = load_model(
+            config.checkpoint, job.family, job.model, job.strategy, shape, is_int8, adapters, lends, pooling is not None
+        )
         self._adapter_memory = AdapterMemory(self.engine, net, ranks_of_several(adapters))
         chunk = config.prefill_chunk or (MIXED_CHUNK if takes(net, job.num_rows) else CHUNK)
-        decoding = cached(self.engine, net, job.model, *shape, chunk, config.num_drafts)
+        decoding = cached(self.engine, net, job.model, *shape, chunk, config.num_drafts, pooling)
         steps = list(decoding.shapes())
         for done, (what, compile_step) in enumerate(steps, 1):
             self._say(f"compiling {done} of {len(steps)}: {what}")
@@ -357,6 +371,7 @@ class Service:
             stream=told["stream"],
             num_top=told["num_top"],
             score_prompt=told["score_prompt"],
+            pooling=told["pooling"],
             adapter=self._slots.slot_of(told["adapter"]) or 0,
             adapter_id=told["adapter"],
             cache_salt=told["cache_salt"],
@@ -372,7 +387,7 @@ class Service:
         mine = self._open.get(event.request)
         if mine is None:
             return
-        if isinstance(event, Failure) or event.finish_reason:
+        if isinstance(event, Failure | PromptEmbedding) or event.finish_reason:
             del self._open[event.request], self._numbers[mine.ticket]
         mine.notify(event)
 

@@ -170,7 +170,7 @@ def test_texts_in_the_queue_are_told_when_the_service_fails(stopped):
 def test_every_rank_knows_the_client_as_owner_of_its_prompt(stopped):
     told = [_told(wanted(client=client, cache_salt="s")) for client in (0, 1)]
     owners = [stopped._request(each, None).owner for each in told]  # a rank without the server
-    assert owners == [(0, 0, "s"), (0, 1, "s")]
+    assert owners == [(0, 0, 0, "s"), (0, 0, 1, "s")]
 
 
 class Memory:

@@ -132,7 +132,7 @@ class RuntimeAdapters:
         reason = await done
         if reason == BUSY:
             raise RequestError(
-                503,
+                409,
                 "requests still run with the adapters that were unloaded last; try again when they are done",
                 headers={"Retry-After": "1"},
             )

@@ -1,102 +1,144 @@
 # SPDX-License-Identifier: Apache-2.0
-"""64 clients for minutes against a server of the tiny model: errors, lost requests, and the server's memory.
+"""64 clients for minutes against a server of a tiny model with all that it has: errors, lost requests, and its memory.
 
-python benchmarks/serve_load.py CHECKPOINT [--minutes 5] [--clients 64]
+Requests of all kinds (benchmarks/served.py) with n-gram drafts, a prefix cache that overflows, and adapters that are loaded
+and unloaded meanwhile; a twentieth of the clients go away. Writes benchmarks/results/serve_load.md.
+
+python benchmarks/serve_load.py [--minutes 10] [--clients 64]
 """
 
 import argparse
 import asyncio
+import itertools
 import random
 import re
-import subprocess
-import sys
 import tempfile
 import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 from report import write_report
+from served import WrongAnswerError, ask, build, mixed, serving
 
 from sporeloom.core.lines import first_line
+from sporeloom.serve.bench import BenchServeConfig, bench
 
 RESULTS = Path(__file__).parent / "results" / "serve_load.md"
-TEXT = (Path(__file__).parents[1] / "examples" / "small_town.txt").read_text(encoding="utf-8")
+INPUT, OUTPUT = 32, 32
+WATCH_S = 2.0
 
 
 def memory_mb(pid):
     return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1]) / 1024
 
 
-async def client(url, number, until, counts):
+def client(url, number, until, counts, wrong):
     draw = random.Random(number)
-    async with httpx.AsyncClient(base_url=url, timeout=120) as http:
-        while time.monotonic() < until:
-            start = draw.randrange(len(TEXT) - 100)
-            body = {
-                "prompt": TEXT[start : start + draw.randint(2, 40)].strip() or "小镇",
-                "max_tokens": draw.randint(1, 40),
-            }
-            body |= {"stream": draw.random() < 0.5, "logprobs": draw.choice([None, 2]), "seed": draw.randrange(100)}
+    with httpx.Client(base_url=url, timeout=300) as http:
+        for path, body in mixed(10**9, seed=number, models=("town", "town", "poet")):
+            if time.monotonic() > until:
+                return
             counts["asked"] += 1
-            if draw.random() < 0.05:  # goes away
-                try:
-                    await asyncio.wait_for(http.post("/v1/completions", json=body), 0.05)
-                except (asyncio.TimeoutError, httpx.HTTPError):
-                    counts["left"] += 1
-                    continue
-                counts["answered"] += 1
-                continue
             try:
-                answer = await http.post("/v1/completions", json=body)
-                whole = answer.text.rstrip().endswith("[DONE]") if body["stream"] else "usage" in answer.json()
-                counts[
-                    "answered" if answer.status_code == 200 and whole and '"error"' not in answer.text else "wrong"
-                ] += 1
-            except httpx.HTTPError:
-                counts["wrong"] += 1
+                if draw.random() < 0.05:
+                    http.post(path, json=body, timeout=draw.uniform(0.01, 0.3))
+                else:
+                    ask(http, path, body)
+                counts["answered"] += 1
+            except httpx.ReadTimeout:
+                counts["left"] += 1
+            except (WrongAnswerError, httpx.HTTPError) as error:
+                wrong.append(f"{type(error).__name__}: {error}")
 
 
-async def watch(pid, until, seen):
+def change_adapters(url, until, counts, wrong):
+    """Load adapters, ask for an answer of theirs, and unload them, again and again."""
+    with httpx.Client(base_url=url, timeout=300) as http:
+        for number in itertools.count():
+            if time.monotonic() > until:
+                return
+            name = f"runtime-{number}"
+            loaded = http.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": "clerk"})
+            counts["busy" if loaded.status_code == 409 else "loaded"] += 1
+            if loaded.status_code == 200:
+                body = {"model": name, "prompt": "小镇", "max_tokens": 4, "temperature": 0}
+                answer = http.post("/v1/completions", json=body)
+                gone = http.post("/v1/unload_lora_adapter", json={"lora_name": name})
+                if (answer.status_code, gone.status_code) != (200, 200):
+                    wrong.append(f"{answer.text} {gone.text}")
+            elif loaded.status_code != 409:
+                wrong.append(loaded.text)
+            time.sleep(0.5)
+
+
+def watch(pid, until, seen):
     while time.monotonic() < until:
         seen.append(memory_mb(pid))
-        await asyncio.sleep(5)
+        time.sleep(WATCH_S)
 
 
-async def load(url, pid, clients, minutes):
-    until, seen = time.monotonic() + 60 * minutes, []
-    counts = dict.fromkeys(("asked", "answered", "left", "wrong"), 0)
-    await asyncio.gather(watch(pid, until, seen), *(client(url, n, until, counts) for n in range(clients)))
-    return counts, seen
+def throughput(url, concurrency):
+    config = BenchServeConfig(
+        base_url=url, model="town", input_len=INPUT, output_len=OUTPUT, num_prompts=6 * concurrency,
+        max_concurrency=concurrency, ignore_eos=True,
+    )  # fmt: skip
+    return asyncio.run(bench(config))["output_throughput"]
+
+
+def load(server, num_clients, minutes):
+    """Counts of requests, what was wrong, and MB of memory over time."""
+    until, counts, wrong, seen = time.monotonic() + 60 * minutes, Counter(), [], []
+    with ThreadPoolExecutor(num_clients + 2) as pool:
+        running = [
+            pool.submit(watch, server.process.pid, until, seen),
+            pool.submit(change_adapters, server.url, until, counts, wrong),
+        ]
+        running += [pool.submit(client, server.url, n, until, counts, wrong) for n in range(num_clients)]
+        for each in running:
+            each.result()
+    return counts, wrong, seen
 
 
 def main():
     parser = argparse.ArgumentParser(description=first_line(__doc__))
-    parser.add_argument("checkpoint")
-    parser.add_argument("--minutes", type=float, default=5)
+    parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--clients", type=int, default=64)
-    arguments = parser.parse_args()
-    with tempfile.NamedTemporaryFile("w+") as log:
-        words = [sys.executable, "-m", "sporeloom", "serve", arguments.checkpoint, "--port", "0"]
-        server = subprocess.Popen(words, stdout=log, stderr=log)
-        try:
-            while not (found := re.search(r"is served at (\S+)", Path(log.name).read_text())):
-                assert server.poll() is None, Path(log.name).read_text()
-                time.sleep(0.2)
-            counts, seen = asyncio.run(load(found[1], server.pid, arguments.clients, arguments.minutes))
-        finally:
-            server.terminate()
-            server.wait(60)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        build(folder := Path(name))
+        flags = ("--speculate", "ngram", "--embeddings", "last", "--prefix-cache-gb", 0.02)
+        flags += ("--lora-modules", f"poet={folder / 'poet'}", "--runtime-lora-folder", folder, "--max-loras", 2)
+        with serving(folder / "town", *flags) as server:
+            checked = list(mixed(20, seed=99))
+            with httpx.Client(base_url=server.url, timeout=300) as http:
+                before = [ask(http, *each) for each in checked]
+                one, eight = throughput(server.url, 1), throughput(server.url, 8)
+                counts, wrong, seen = load(server, asked.clients, asked.minutes)
+                left_over = server.metric("num_requests_running") + server.metric("num_requests_waiting")
+                after = [ask(http, *each) for each in checked]
+    wrong += [f"{left_over:.0f} requests are still there"] if left_over else []
+    wrong += [f"{checked[n]}: another answer than before" for n in range(20) if before[n] != after[n]]
     first = seen[len(seen) // 5]
     lines = [
-        f"{arguments.clients} clients for {arguments.minutes:g} minutes: {counts['asked']:,} requests, "
-        f"{counts['answered']:,} answered in full, {counts['left']:,} given up by their clients, "
-        f"{counts['wrong']:,} wrong or lost.",
+        f"{asked.clients} clients for {asked.minutes:g} minutes: {counts['asked']:,} requests, {counts['answered']:,} "
+        f"answered in full, {counts['left']:,} given up by their clients, {len(wrong)} wrong or lost. Meanwhile "
+        f"adapters were loaded and unloaded {counts['loaded']} times "
+        f"({counts['busy']} times no slot was free). 20 requests "
+        "that were answered before were answered with the same bits afterwards.",
         "",
         f"Memory of the server after a fifth of the time {first:.0f} MB, at the end {seen[-1]:.0f} MB: "
         f"{seen[-1] / first - 1:+.1%}.",
+        "",
+        f"Before, with {INPUT} tokens in and {OUTPUT} out: {one:.0f} tokens/s with 1 client, {eight:.0f} with 8: "
+        f"{eight / one:.1f} times. With adapters each step computes all 8 sequences (`benchmarks/results/serve.md` has a "
+        "model of 350M dimensions without).",
     ]
-    print("\n".join(lines))
-    write_report(RESULTS, "A server under load", "serve_load.py CHECKPOINT", lines)
+    print("\n".join([*wrong[:10], *lines]))
+    if wrong:
+        raise SystemExit(f"{len(wrong)} wrong or lost")
+    write_report(RESULTS, "A server under load", f"serve_load.py --minutes {asked.minutes:g}", lines)
 
 
 if __name__ == "__main__":

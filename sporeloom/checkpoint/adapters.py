@@ -235,14 +235,30 @@ def put_side_by_side(adapters: Sequence[Adapter]) -> Weights:
     """
     result: Weights = {}
     for path, ranks in ranks_of_several(adapters).items():
-        having = [adapter for adapter, rank in zip(adapters, ranks, strict=True) if rank]
-        scaled = [np.float32(each.lora.scale(path)) * each.weights[path + LORA_B] for each in having]
-        result[path + LORA_A] = np.concatenate([each.weights[path + LORA_A] for each in having])
-        result[path + LORA_B] = np.concatenate(scaled, axis=1)
+        having = [factors(adapter, path) for adapter, rank in zip(adapters, ranks, strict=True) if rank]
+        result[path + LORA_A] = np.concatenate([a for a, _ in having])
+        result[path + LORA_B] = np.concatenate([b for _, b in having], axis=1)
         owners = np.repeat(np.arange(1, 1 + len(adapters)), ranks)
         result[path + LORA_MASK] = (np.arange(1 + len(adapters))[:, None] == owners).astype(np.float32)
     check_finite(result, "adapters, B with their scales")
     return result
+
+
+def factors(adapter: Adapter, path: str) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """A (r, in) and B (out, r) of the adapter of a matrix, B with its scale.
+
+    Raises:
+        ConfigError: numbers that are not finite.
+    """
+    a, b = adapter.weights[path + LORA_A], np.float32(adapter.lora.scale(path)) * adapter.weights[path + LORA_B]
+    check_finite({path + LORA_A: a, path + LORA_B: b}, "adapters, B with their scales")
+    return a, b
+
+
+def empty_adapter(model: ModelConfig, rank: int) -> Adapter:
+    """Adapters of all matrices that can have one, which change nothing: memory for others of up to this rank."""
+    lora = LoRAConfig(r=rank, target_modules=tuple(linear_paths(model)))
+    return Adapter(lora, {name: np.zeros(shape, np.float32) for name, shape in lora.shapes(model).items()})
 
 
 def _spellings(family: str, model: ModelConfig) -> list[dict[str, tuple[str, ...]]]:

@@ -16,9 +16,11 @@ from mindspore import Tensor, nn
 from numpy.typing import NDArray
 
 from sporeloom.inference.cache import CacheFullError, SlotTable, cache_bytes
+from sporeloom.inference.pooling import Pooling
 from sporeloom.inference.slot_memory import SlotMemory
 from sporeloom.inference.speculation import cut
 from sporeloom.models.config import ModelConfig
+from sporeloom.nn.decoder import HiddenStates
 from sporeloom.runtime.engine import Engine
 
 MIN_BUCKET = 16
@@ -66,6 +68,10 @@ class Decoding(Protocol):
         Returns logits (V,) after the last token of each row, with `every` (T, V) after each token of the prompts, and (T, V)
         after each token of a row with a draft; None on the ranks of a pipeline that do not hold them."""
 
+    def states(self, chunks: Mapping[int, Sequence[int]]) -> dict[int, Logits] | None:
+        """Add parts of prompts to some rows, as `step` does. Returns the inputs of the head that embeddings are made of,
+        (T, D) of each row; None on the ranks of a pipeline that do not hold them."""
+
     def trim(self, row: int, length: int) -> None:
         """Drop the tokens of a row beyond `length`."""
 
@@ -92,12 +98,12 @@ class Rows:
         self.has_kernels = bool(getattr(net, "num_kernels", 0))
         self._prepared: set[tuple[int, ...]] = set()
 
-    def compile(self, inputs: Sequence[Tensor]) -> None:
-        """Compile once for the shapes of these inputs."""
-        shapes = tuple(length for tensor in inputs for length in tensor.shape)
+    def compile(self, inputs: Sequence[Tensor], net: nn.Cell | None = None) -> None:
+        """Compile once for the shapes of these inputs; `net`: another network than that of logits."""
+        shapes = (net is None, *(length for tensor in inputs for length in tensor.shape))
         if shapes not in self._prepared:
             self._prepared.add(shapes)
-            self.engine.prepare(self.net, *inputs)
+            self.engine.prepare(net or self.net, *inputs)
 
     def inputs(
         self, feed: Sequence[Sequence[int]], starts: Sequence[int], length: int, every: bool
@@ -113,10 +119,14 @@ class Rows:
         return tokens, positions, (in_replica[:, None] * length + columns).reshape(-1)
 
     def run(
-        self, rows: Sequence[int], feed: Mapping[int, Sequence[int]], inputs: Sequence[NDArray[Any]]
+        self,
+        rows: Sequence[int],
+        feed: Mapping[int, Sequence[int]],
+        inputs: Sequence[NDArray[Any]],
+        net: nn.Cell | None = None,
     ) -> dict[int, Logits] | None:
-        """Logits of the rows of `feed` among those of the inputs."""
-        output = self.engine.run(self.net, *as_tensors(inputs))
+        """Logits of the rows of `feed` among those of the inputs; or what another network returns in their place."""
+        output = self.engine.run(net or self.net, *as_tensors(inputs))
         if not self.engine.in_last_stage:
             return None
         logits = output.asnumpy()
@@ -136,6 +146,7 @@ class CacheDecoder(Rows):
     Args:
         net: the model with caches attached for `num_rows` rows of `num_slots`.
         chunk: tokens of a prompt that are prefilled at once, between two tokens of the others.
+        pooling: of embeddings; None: it gives none.
     """
 
     def __init__(
@@ -146,12 +157,16 @@ class CacheDecoder(Rows):
         num_rows: int,
         num_slots: int,
         chunk: int = PREFILL_CHUNK,
+        pooling: Pooling | None = None,
     ):
         super().__init__(engine, net, config, num_rows)
         self.slot_table = SlotTable(num_rows, config.kv_heads, num_slots, engine.strategy.mesh)
         self.cache_bytes = cache_bytes(config, num_rows, num_slots, net.kv_cache)
         self.chunk = min(chunk, config.seq_len)
         self._memory = SlotMemory(engine, net)
+        self.hidden = HiddenStates(net).set_train(False) if pooling else None
+        self.pools_every = pooling == "mean"
+        """Whether embeddings are made of the states of all tokens, not of the last one."""
 
     def trim(self, row: int, length: int) -> None:
         self.slot_table.trim(row, length)
@@ -214,10 +229,15 @@ class CachedDecoder(CacheDecoder):
             for length in lengths:
                 what = f"{length} tokens of a prompt{', scored' if every else ''}"
                 yield what, partial(self._compile_prefill, length, every)
+        for length in lengths if self.hidden else ():
+            yield (
+                f"{length} tokens of a text to embed",
+                partial(self._compile_prefill, length, self.pools_every, self.hidden),
+            )
 
-    def _compile_prefill(self, length: int, every: bool = False) -> None:
+    def _compile_prefill(self, length: int, every: bool = False, net: nn.Cell | None = None) -> None:
         rows = range(0, self.num_rows, self.in_replica)
-        self.compile(as_tensors(self._inputs(rows, {}, length, every)))
+        self.compile(as_tensors(self._inputs(rows, {}, length, every)), net)
 
     def _compile_decode(self) -> None:
         self.compile(as_tensors(self._inputs(range(self.num_rows), {}, 1, False)))
@@ -244,21 +264,25 @@ class CachedDecoder(CacheDecoder):
     ) -> dict[int, Logits] | None:
         logits: dict[int, Logits] = {}
         if chunks:
-            mine = {row // self.in_replica: row for row in chunks}
-            assert len(mine) == len(chunks), (list(chunks), self.in_replica)
-            rows = [mine.get(replica, replica * self.in_replica) for replica in range(self.num_replicas)]
-            logits |= self._run(rows, chunks, max(map(self._bucket, chunks.values())), every) or {}
+            logits |= self._prefill(chunks, every) or {}
         if tokens:
             logits |= self._run_tokens(tokens, drafts) or {}
         return logits if self.engine.in_last_stage else None
 
-    def _run(
-        self, rows: Sequence[int], feed: Mapping[int, Sequence[int]], length: int, every: bool = False
+    def states(self, chunks: Mapping[int, Sequence[int]]) -> dict[int, Logits] | None:
+        found = self._prefill(chunks, self.pools_every, self.hidden)
+        return found and {row: np.atleast_2d(of_row) for row, of_row in found.items()}
+
+    def _prefill(
+        self, chunks: Mapping[int, Sequence[int]], every: bool, net: nn.Cell | None = None
     ) -> dict[int, Logits] | None:
-        inputs = self._inputs(rows, feed, length, every)
-        for row, ids in feed.items():
+        mine = {row // self.in_replica: row for row in chunks}
+        assert len(mine) == len(chunks), (list(chunks), self.in_replica)
+        rows = [mine.get(replica, replica * self.in_replica) for replica in range(self.num_replicas)]
+        inputs = self._inputs(rows, chunks, max(map(self._bucket, chunks.values())), every)
+        for row, ids in chunks.items():
             self.slot_table.append(row, len(ids))
-        return self.run(rows, feed, inputs)
+        return self.run(rows, chunks, inputs, net)
 
     def cut_drafts(
         self, chunks: Mapping[int, Sequence[int]], rows: Collection[int], drafts: Mapping[int, Sequence[int]]
@@ -360,6 +384,9 @@ class UncachedDecoder(Rows):
         if logits is None or not every:
             return logits
         return {row: logits[row][-len(chunks[row]) :] if row in chunks else logits[row][-1] for row in logits}
+
+    def states(self, chunks: Mapping[int, Sequence[int]]) -> dict[int, Logits] | None:
+        raise NotImplementedError("embeddings need a KV cache")
 
     def trim(self, row: int, length: int) -> None:
         del self.tokens[row][length:]

@@ -17,6 +17,7 @@ from mindspore import nn
 from numpy.typing import NDArray
 
 from sporeloom.inference.decoding import NO_DRAFTS, PREFILL_CHUNK, CachedDecoder, CacheDecoder, Logits, as_tensors
+from sporeloom.inference.pooling import Pooling
 from sporeloom.inference.speculation import cut
 from sporeloom.models.config import ModelConfig
 from sporeloom.nn.linear import MAX_KERNEL_ROWS
@@ -61,8 +62,17 @@ class RaggedDecoder(CacheDecoder):
         for size in self.sizes[1:]:
             yield f"a step of {size} tokens, all scored", partial(self._compile, size, True)
 
-    def _compile(self, size: int, every: bool = False) -> None:
-        self.compile(as_tensors(self._inputs({}, size, every)))
+        for size in self.sizes_of_chunks if self.hidden else ():
+            what = f"a step of {size} tokens of texts to embed"
+            yield what, partial(self._compile, size, self.pools_every, self.hidden)
+
+    @property
+    def sizes_of_chunks(self) -> list[int]:
+        """Numbers of tokens of steps that take parts of prompts only."""
+        return sorted({min(self.num_rows - 1 + self.chunk, MAX_KERNEL_ROWS), MAX_KERNEL_ROWS})
+
+    def _compile(self, size: int, every: bool = False, net: nn.Cell | None = None) -> None:
+        self.compile(as_tensors(self._inputs({}, size, every)), net)
 
     def next_chunks(self, waiting: Mapping[int, Sequence[int]], is_alone: bool) -> dict[int, Sequence[int]]:
         chunks: dict[int, Sequence[int]] = {}
@@ -87,15 +97,32 @@ class RaggedDecoder(CacheDecoder):
         drafts: Mapping[int, Sequence[int]] = NO_DRAFTS,
     ) -> dict[int, Logits] | None:
         feed = {**chunks, **{row: [token, *drafts.get(row, ())] for row, token in tokens.items()}}
-        count, scored = sum(map(len, feed.values())), every or bool(drafts)
-        inputs = self._inputs(feed, next(size for size in self.sizes if size >= count), scored)
+        whole = {*(chunks if every else ()), *drafts}
+        return self._run(feed, self.sizes, every or bool(drafts), whole)
+
+    def states(self, chunks: Mapping[int, Sequence[int]]) -> dict[int, Logits] | None:
+        every = self.pools_every
+        found = self._run(chunks, self.sizes_of_chunks, every, set(chunks) if every else (), self.hidden)
+        return {row: np.atleast_2d(of_row) for row, of_row in found.items()}
+
+    def _run(
+        self,
+        feed: Mapping[int, Sequence[int]],
+        sizes: Sequence[int],
+        every: bool,
+        whole: Collection[int],
+        net: nn.Cell | None = None,
+    ) -> dict[int, Logits]:
+        """Run a network on the tokens of `feed`. Returns its rows after all tokens of the rows `whole`, for which `every` is
+        needed, and after the last token of the others."""
+        count = sum(map(len, feed.values()))
+        inputs = self._inputs(feed, next(size for size in sizes if size >= count), every)
         for row, ids in feed.items():
             self.slot_table.append(row, len(ids))
-        logits = self.engine.run(self.net, *as_tensors(inputs)).asnumpy()
-        if not scored:
+        logits = self.engine.run(net or self.net, *as_tensors(inputs)).asnumpy()
+        if not every:
             return dict(zip(feed, logits, strict=False))
         ends = dict(zip(feed, np.cumsum([len(ids) for ids in feed.values()]), strict=True))
-        whole = {*(chunks if every else ()), *drafts}
         return {
             row: logits[end - len(feed[row]) : end] if row in whole else logits[end - 1] for row, end in ends.items()
         }
@@ -139,8 +166,9 @@ def cached(
     num_slots: int,
     chunk: int = PREFILL_CHUNK,
     num_drafts: int = 0,
+    pooling: Pooling | None = None,
 ) -> CachedDecoder | RaggedDecoder:
     """Decoding with a KV cache, in mixed batches where the network supports them."""
     if takes(net, num_rows):
-        return RaggedDecoder(engine, net, config, num_rows, num_slots, chunk, num_drafts=num_drafts)
-    return CachedDecoder(engine, net, config, num_rows, num_slots, chunk)
+        return RaggedDecoder(engine, net, config, num_rows, num_slots, chunk, pooling, num_drafts=num_drafts)
+    return CachedDecoder(engine, net, config, num_rows, num_slots, chunk, pooling)

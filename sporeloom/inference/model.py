@@ -52,13 +52,14 @@ def build_model(
     ranks: Mapping[str, Sequence[int]] | None = None,
     lends_rows: bool = False,
     kv_cache: CacheName = "auto",
+    gives_states: bool = False,
 ) -> nn.Cell:
     """The family's model, parallelized, its weights not materialised; not training.
 
     `caches`: rows and slots of KV caches to attach. `weights`: how matrices are held. `weights_of`: such a model
     with whose parameters it computes, whatever becomes of them; `lora`: that model's adapters. `ranks`: of several adapters
     that tokens choose from (see `ranks_of_several`). `lends_rows`: a place in the batch may compute for any
-    row of the caches. `kv_cache`: number type of these.
+    row of the caches. `kv_cache`: number type of these. `gives_states`: `HiddenStates` can be wrapped around it.
     """
     with no_init_parameters():
         net: nn.Cell = family_module(family, "model").Model(config)
@@ -68,6 +69,8 @@ def build_model(
             attach_adapters(net, lora)
         if ranks:
             attach_several_adapters(net, ranks)
+        if gives_states:
+            net.attach_head_input()
         if weights_of:
             share_parameters(net, weights_of)
         if caches:
@@ -99,6 +102,7 @@ def load_model(
     adapters: Sequence[Adapter] = (),
     lends_rows: bool = False,
     kv_cache: CacheName = "auto",
+    gives_states: bool = False,
 ) -> nn.Cell:
     """`build_model` with the folder's weights, and with adapters that tokens choose from. Of several CPU processes
     each reads what it holds when the first graph is compiled. `weights`: name of the format in which matrices are held.
@@ -117,7 +121,7 @@ def load_model(
     if problems := cache_problems(kv_cache, config):
         raise ConfigError(f"{folder}: {problem}" for problem in problems)
     ranks = ranks_of_several(adapters)
-    net = build_model(family, config, strategy, caches, held, None, None, ranks, lends_rows, kv_cache)
+    net = build_model(family, config, strategy, caches, held, None, None, ranks, lends_rows, kv_cache, gives_states)
     exact = _fitting(stored.read, config, folder)
     read_int4 = stored.read_int4 if held is stored.packed else None
     read = quantized_weights(net, exact, held, read_int4) if held.bits < 32 else exact

@@ -20,6 +20,7 @@ from sporeloom.core.errors import ConfigError
 from sporeloom.core.log import LogBudget
 from sporeloom.inference.choosing import Choice, Chosen, packed, score_of, unpacked
 from sporeloom.inference.decoding import Decoding, Logits
+from sporeloom.inference.pooling import Pooling, embedding
 from sporeloom.inference.prefix_cache import PrefixCache
 from sporeloom.inference.sampling import (
     BadLogitsError,
@@ -53,7 +54,7 @@ class Request:
 
     prompt: Sequence[int]
     max_new_tokens: int
-    """Maximum number of new tokens; 0 with `score_prompt` only."""
+    """Maximum number of new tokens; 0 with `score_prompt` and `pooling` only."""
     sampler: Sampler
     is_finished: Callable[[Sequence[int]], bool]
     """Called after each token with all generated ones, on the choosing rank: whether the text ends."""
@@ -63,8 +64,12 @@ class Request:
     """Number of most likely tokens to report with each token."""
     score_prompt: bool = False
     """Report the log-probability of each token of the prompt but the first."""
+    pooling: Pooling | None = None
+    """Report the embedding of the prompt, and generate nothing."""
     adapter: int = 0
-    """Number of its adapter, counted from 1; 0: none."""
+    """Slot of its adapter, counted from 1; 0: none."""
+    adapter_id: int = 0
+    """Number of these weights: a slot may hold other weights later, which reuse nothing that these computed."""
     cache_salt: str = ""
     """Only requests with the same one reuse what each other's prompts left in caches."""
 
@@ -72,9 +77,9 @@ class Request:
     """Number of its client; clients reuse nothing of each other, as its speed would show what another one sent."""
 
     @property
-    def owner(self) -> tuple[int, int, str]:
+    def owner(self) -> tuple[int, int, int, str]:
         """Identity of the requests that may reuse what its prompt leaves in caches."""
-        return self.adapter, self.client, self.cache_salt
+        return self.adapter, self.adapter_id, self.client, self.cache_salt
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,15 @@ class PromptScores:
 
 
 @dataclass(frozen=True)
+class PromptEmbedding:
+    """The embedding of a prompt, the only event of its request."""
+
+    request: int
+    vector: Logits
+    """(D,), of length 1; on the choosing rank, empty on the others."""
+
+
+@dataclass(frozen=True)
 class Failure:
     """The last event of a request that failed, on every rank. The others continue."""
 
@@ -114,7 +128,7 @@ class Failure:
     error: ConfigError
 
 
-Event = NewToken | PromptScores | Failure
+Event = NewToken | PromptScores | PromptEmbedding | Failure
 
 
 @dataclass
@@ -129,6 +143,9 @@ class _Row:
     cached_tokens: int = 0
     generated: list[int] = field(default_factory=list)
     scores: list[TokenScore] = field(default_factory=list)
+    states: list[Logits] = field(default_factory=list)
+    """Inputs of the head (T, D) that its embedding is made of; on the choosing rank."""
+    vector: Logits = field(default_factory=lambda: np.zeros(0, np.float32))
     error: Exception | None = None
     """Error that prevented scores of its prompt; on the choosing rank."""
 
@@ -136,7 +153,8 @@ class _Row:
     def to_read(self) -> Sequence[int]:
         """Tokens of the prompt that the model has still to read: all of them or, where nothing follows, all but
         the last token, which is only scored."""
-        only_scored = self.request.max_new_tokens == 0 and len(self.request.prompt) > 1
+        scored = self.request.score_prompt and len(self.request.prompt) > 1
+        only_scored = scored and self.request.max_new_tokens == 0
         return self.left[:-1] if only_scored else self.left
 
 
@@ -185,7 +203,7 @@ class Scheduler:
 
     def submit(self, request: Request) -> int:
         """Queue a request. Returns its number, counted from 0."""
-        assert request.prompt and (request.max_new_tokens > 0 or request.score_prompt), request
+        assert request.prompt and (request.max_new_tokens > 0 or request.score_prompt or request.pooling), request
         number = next(self._ids)
         self._waiting[number] = request
         return number
@@ -210,10 +228,29 @@ class Scheduler:
         chunks, every = self._next_chunks(is_alone=not decoded)
         if not chunks and not decoded:
             return []
+        if any(self._rows[row].request.pooling for row in chunks):
+            rows, logits = self._embed(chunks)
+            chunks = {}
+        else:
+            rows, logits = [], {}
         drafts = self._drafts(chunks, decoded)
-        logits = self.decoding.step(chunks, decoded, every, drafts)
-        rows = [*self._book(chunks, every, logits), *decoded]
+        if chunks or decoded:
+            found = self.decoding.step(chunks, decoded, every, drafts)
+            logits = None if found is None or logits is None else {**logits, **found}
+        rows = [*rows, *self._book(chunks, every, logits), *decoded]
         return self._choose({row: drafts.get(row, ()) for row in rows}, logits)
+
+    def _embed(self, chunks: Mapping[int, Sequence[int]]) -> tuple[list[int], dict[int, Logits] | None]:
+        """Read parts of texts to embed. Returns the rows whose texts are read, and their last states."""
+        found, ended = self.decoding.states(chunks), []
+        for row, chunk in chunks.items():
+            state = self._rows[row]
+            state.left = state.left[len(chunk) :]
+            if found is not None and self.engine.is_log_rank:
+                state.states = [*(state.states if state.request.pooling == "mean" else ()), found[row]]
+            if not state.left:
+                ended.append(row)
+        return ended, None if found is None else {row: found[row][-1] for row in ended}
 
     def _drafts(self, chunks: Mapping[int, Sequence[int]], rows: Collection[int]) -> Mapping[int, Sequence[int]]:
         """Drafts of what follows the last tokens of rows, none beyond the last token of a text."""
@@ -243,7 +280,7 @@ class Scheduler:
 
     def _cached(self, row: int, request: Request) -> int:
         """Number of a prompt's tokens that the prefix cache has for a row, without the last one."""
-        if self.cache is None or request.score_prompt:
+        if self.cache is None or request.score_prompt or request.pooling:
             return 0
         return self.cache.num_found(row, request.owner, request.prompt[:-1])
 
@@ -251,7 +288,7 @@ class Scheduler:
         """Number of a prompt's tokens that a free row holds: full chunks, but never the last token, whose logits
         are needed."""
         unit, prompt, (owner, held) = self.decoding.reusable, request.prompt, self._held[row]
-        if request.score_prompt or request.owner != owner:
+        if request.score_prompt or request.pooling or request.owner != owner:
             return 0
         if not unit:
             return 0
@@ -265,6 +302,8 @@ class Scheduler:
         held: Sequence[int] = ()
         if failed:  # NaN among its keys and values would reach the next request, though it is hidden there
             self.decoding.clear(row)
+        elif state.request.pooling:  # another graph has computed its keys and values
+            pass
         elif unit == 1:  # the last token that was chosen has not been given to the model
             held = [*state.request.prompt[:done], *state.generated[:-1]]
         elif unit:
@@ -282,8 +321,12 @@ class Scheduler:
         waiting = {row: state for row, state in self._rows.items() if state.to_read}
         if not waiting:
             return {}, False
-        every = next(iter(waiting.values())).request.score_prompt
-        alike = {row: state.to_read for row, state in waiting.items() if state.request.score_prompt == every}
+        every, pooling = (oldest := next(iter(waiting.values())).request).score_prompt, oldest.pooling
+        alike = {
+            row: state.to_read
+            for row, state in waiting.items()
+            if (state.request.score_prompt, state.request.pooling) == (every, pooling)
+        }
         return self.decoding.next_chunks(alike, is_alone), every
 
     def _book(self, chunks: Mapping[int, Sequence[int]], every: bool, logits: dict[int, Logits] | None) -> list[int]:
@@ -342,6 +385,8 @@ class Scheduler:
             reason = _REASONS[choice.code]
             if state.request.score_prompt and not state.generated:
                 yield PromptScores(state.id, state.scores, None if state.request.max_new_tokens else reason)
+            if state.request.pooling:
+                yield PromptEmbedding(state.id, state.vector)
             if state.request.max_new_tokens:
                 state.generated.append(choice.token)
                 score, seconds = choice.log_probability, now - state.since
@@ -416,6 +461,8 @@ def _next_token(
     request = state.request
     if state.error:
         raise state.error
+    if request.pooling:
+        state.vector = embedding(state.states, request.pooling)
     if not request.max_new_tokens:
         return 0, None, "length"
     token = request.sampler.choose(logits, History(request.prompt, generated), stream=request.stream)

@@ -15,7 +15,7 @@ from sporeloom.nn.causal_conv import CausalConv, ConvPlaces
 from sporeloom.nn.dropout import number_dropouts
 from sporeloom.nn.embedding import TokenEmbedding
 from sporeloom.nn.flash import chooses_flash
-from sporeloom.nn.head import Head, TiedHead, ValueHead
+from sporeloom.nn.head import Head, HeadInput, TiedHead, ValueHead
 from sporeloom.nn.hyper_connections import StreamLayer, StreamReader
 from sporeloom.nn.indexer import Indexer
 from sporeloom.nn.latent_attention import LatentAttention
@@ -114,6 +114,10 @@ class Decoder(nn.Cell):
                 cell.attach_cache(num_rows, capacity, *([True] if is_int8 else []))
                 cell.cache.update_parameters_name(f"{name}.cache.")
 
+    def attach_head_input(self) -> None:
+        """Let `HiddenStates` return the head's input."""
+        self.head_input = HeadInput()
+
     def construct(self, tokens, positions, rows=None, slots=None, dropout_keys=None):
         return self.logits_and_losses(tokens, positions, rows, slots, dropout_keys)[0]
 
@@ -181,6 +185,19 @@ class Decoder(nn.Cell):
     def top(self, x, positions, bias, slots, dropout_keys):
         """Compute the part from the last of `layers` to the head."""
         return self.final_norm(x)
+
+
+class HiddenStates(nn.Cell):
+    """The input of a decoder's head in place of its logits, (len(rows), D) float32. Inputs are those of the decoder, whose
+    parameters and caches it uses."""
+
+    def __init__(self, model: Decoder):
+        super().__init__(auto_prefix=False)
+        self.model = model
+
+    def construct(self, tokens, positions, rows, slots=None, adapter_ids=None):
+        x, _ = self.model.hidden(tokens, positions, slots, adapter_ids)
+        return self.model.head_input(x, rows)
 
 
 class DecoderWithLoss(nn.Cell):

@@ -48,6 +48,17 @@ class Head(TiedHead):
         return self.logits(x, self.weight)
 
 
+class HeadInput(nn.Cell):
+    """Input of the head at some tokens: what a model knows of a text when it has read up to there."""
+
+    def __init__(self):
+        super().__init__()
+        self.pick, self.cast = ops.Gather(), ops.Cast()
+
+    def construct(self, x, rows):  # (B*T, D) -> (len(rows), D) float32
+        return self.cast(self.pick(x, rows, 0), mstype.float32)
+
+
 class ValueHead(nn.Cell):
     """One value in place of logits: the reward or value of a token."""
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hmac
 import time
@@ -17,7 +16,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from sporeloom.core.errors import ConfigError
@@ -33,6 +32,7 @@ from sporeloom.serve.anthropic.request import PATH as MESSAGES_PATH
 from sporeloom.serve.anthropic.request import read_message_request
 from sporeloom.serve.bodies import Bodies
 from sporeloom.serve.config import ServedModel, ServeJob
+from sporeloom.serve.embeddings import Embedded, embed, read_embeddings, read_rerank
 from sporeloom.serve.fields import Fields, RequestError, shown, token_ids
 from sporeloom.serve.hosts import AllowedHosts, AllowedOrigins
 from sporeloom.serve.json_response import JsonResponse
@@ -52,8 +52,9 @@ from sporeloom.serve.responses.answer import ResponsesAnswer
 from sporeloom.serve.responses.request import NAMES as RESPONSES_NAMES
 from sporeloom.serve.responses.request import read_response_request
 from sporeloom.serve.responses.store import ResponseStore
+from sporeloom.serve.runtime_adapters import RuntimeAdapters
 from sporeloom.serve.service import Service
-from sporeloom.serve.texts import Events, RequestStream, stream, whole
+from sporeloom.serve.texts import Events, RequestStream, stream, unless_gone, whole
 from sporeloom.serve.token_texts import token_text
 from sporeloom.serve.translation import renamed
 from sporeloom.serve.work import Workers, too_many
@@ -77,6 +78,12 @@ def build_app(service: Service) -> Starlette:
         ("/metrics", server.metrics_text, "GET"),
         ("/v1/models", server.models, "GET"),
         ("/v1/models/{name:path}", server.one_model, "GET"),
+        ("/v1/load_lora_adapter", server.load_adapter, "POST"),
+        ("/v1/unload_lora_adapter", server.unload_adapter, "POST"),
+        ("/v1/embeddings", server.embeddings, "POST"),
+        ("/rerank", server.rerank, "POST"),
+        ("/v1/rerank", server.rerank, "POST"),
+        ("/v2/rerank", server.rerank, "POST"),
         ("/tokenizer_info", server.tokenizer_info, "GET"),
         ("/tokenize", server.tokenize, "POST"),
         ("/detokenize", server.detokenize, "POST"),
@@ -129,6 +136,7 @@ class Server:
         self.started = int(time.time())
         self.store = ResponseStore(self.job.config.response_store_mb * 2**20)
         self._unknown: set[str] = set()
+        self.adapters = RuntimeAdapters(service)
         self.bodies = Bodies(self.job.config.max_body_kb)
         self._log = LogBudget()
         self._tokenizing = Workers(2, self.job.max_texts)
@@ -196,10 +204,16 @@ class Server:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(self, request: Request) -> Response:
-        return JsonResponse({"object": "list", "data": [self._described(model) for model in self.job.models]})
+        return JsonResponse({"object": "list", "data": [self._described(model) for model in self.adapters.models]})
 
     async def one_model(self, request: Request) -> Response:
         return JsonResponse(self._described(self._named(request.path_params["name"])))
+
+    async def load_adapter(self, request: Request) -> Response:
+        return PlainTextResponse(await self.adapters.load(await self.bodies.read(request)))
+
+    async def unload_adapter(self, request: Request) -> Response:
+        return PlainTextResponse(await self.adapters.unload(await self.bodies.read(request)))
 
     def _described(self, model: ServedModel) -> dict[str, Any]:
         return {
@@ -254,6 +268,23 @@ class Server:
         self._check_state(fields, request)
         prepared = await self._tokenizing.run(prepare_completion, self.job, model, asked)
         return await self._answer(request, asked, prepared, CompletionAnswer(model, asked))
+
+    async def embeddings(self, request: Request) -> Response:
+        return await self._embed(request, read_embeddings)
+
+    async def rerank(self, request: Request) -> Response:
+        return await self._embed(request, read_rerank)
+
+    async def _embed(self, request: Request, read: Callable[[Fields, ServedModel, ServeJob], Embedded]) -> Response:
+        fields = await self.bodies.read(request)
+        model = self._model(fields)
+        asked = await self._tokenizing.run(read, fields, model, self.job)
+        self._check_state(fields, request)
+        client, most = request.state.client, self.job.num_rows
+        self._check_queue(client, min(most, len(asked.prompts)))
+        made = embed(self.service, self.metrics, model, asked, client, most)
+        vectors = await unless_gone(request, made)
+        return await self._tokenizing.run(lambda: JsonResponse(asked.answer(model.name, vectors)))
 
     async def chat(self, request: Request) -> Response:
         return await self._converse(request, _read_chat, ChatAnswer)
@@ -318,10 +349,10 @@ class Server:
         """Raises:
         RequestError: there is none of this name.
         """
-        for model in self.job.models:
+        for model in self.adapters.models:
             if name == model.name:
                 return model
-        known = ", ".join(repr(model.name) for model in self.job.models)
+        known = ", ".join(repr(model.name) for model in self.adapters.models)
         raise RequestError(404, f"there is no model {shown(name)} here, but {known}", "model")
 
     def _check_state(self, fields: Fields, request: Request) -> None:
@@ -349,18 +380,7 @@ class Server:
         )
         if asked.stream:
             return Events(stream(texts, form, prompts), media_type="text/event-stream", headers=_NO_BUFFER)
-        made = asyncio.ensure_future(whole(texts))
-        gone = asyncio.ensure_future(_until_gone(request))
-        try:
-            await asyncio.wait((made, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not made.done():
-                raise ClientDisconnect
-            made.result()
-        finally:
-            gone.cancel()
-            made.cancel()
-            with contextlib.suppress(asyncio.CancelledError, RequestError):
-                await made
+        await unless_gone(request, whole(texts))
         return await self._tokenizing.run(lambda: JsonResponse(form.whole(prompts, choices)))
 
 
@@ -376,8 +396,3 @@ def _detokenized(fields: Fields, tokenizer: Tokenizer) -> Response:
 
 
 _NO_BUFFER = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-
-
-async def _until_gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from sporeloom.checkpoint.adapters import Adapter, read_adapter
+from sporeloom.checkpoint.adapters import Adapter, empty_adapter, read_adapter
 from sporeloom.checkpoint.generation_config import with_end_tokens
 from sporeloom.checkpoint.model_folder import weight_problems
 from sporeloom.core.command_line import argument, option
@@ -21,6 +21,7 @@ from sporeloom.data.documents import decode_text
 from sporeloom.data.tokenizer import Tokenizer, find_tokenizer, folder_tokenizer
 from sporeloom.inference.cache import cache_problems
 from sporeloom.inference.config import ComputeFlags
+from sporeloom.inference.pooling import Pooling
 from sporeloom.inference.speculation_config import DraftModel, SpeculationFlags, read_draft, speculation_problems
 from sporeloom.models.adapters import ADAPTER_CONFIG, base_folder, is_adapter_folder, is_reward_adapter
 from sporeloom.models.config import ModelConfig
@@ -100,6 +101,11 @@ class ServeConfig(ComputeFlags, SpeculationFlags):
     log_format: Literal["text", "json"] = option(
         "text", "json: log each request as a line of JSON on stdout, with counts and times, without what it says"
     )
+    embeddings: Pooling | None = option(
+        None,
+        "serve /v1/embeddings and /rerank, whose vectors are the last token's state, or the mean of all tokens' "
+        "(default: not served)",
+    )
     response_store_mb: Natural = option(
         64, "MB of memory for responses that later ones continue (`previous_response_id`); 0: none are kept"
     )
@@ -117,6 +123,19 @@ class ServeConfig(ComputeFlags, SpeculationFlags):
         "adapters as NAME=FOLDER; clients choose them by NAME as their model, and requests of all are "
         "batched together (default: none)",
     )
+    runtime_lora_folder: Path | None = option(
+        None,
+        "folder from which clients may load adapters while the server runs, with /v1/load_lora_adapter (default: none: "
+        "they may not)",
+    )
+    max_loras: Count | None = option(
+        None,
+        "with --runtime-lora-folder: maximum number of adapters that are loaded so at the same time, for which memory is "
+        "reserved (default: 1)",
+    )
+    max_lora_rank: Count | None = option(
+        None, "with --runtime-lora-folder: maximum rank of these adapters (default: 16)"
+    )
 
 
 @dataclass(frozen=True)
@@ -128,7 +147,8 @@ class ServedModel:
     stop_ids: tuple[int, ...]
     """Tokens that end its texts."""
     adapter: int = 0
-    """Number among `ServeJob.adapters`, counted from 1; 0: no adapters."""
+    """Number among `ServeJob.adapters`, counted from 1; 0: no adapters. Those that are loaded later have further ones, each
+    once."""
     form: ChatFormat = PLAIN
     """Format of its answers to conversations."""
 
@@ -159,6 +179,22 @@ class ServeJob:
         """Keys of the clients, each once; none: everyone is served."""
         own = () if self.config.api_key is None else (self.config.api_key,)
         return tuple(dict.fromkeys((*own, *self.file_keys)))
+
+    @property
+    def num_reserved(self) -> int:
+        """Number of adapters that can be loaded at runtime."""
+        return (self.config.max_loras or 1) if self.config.runtime_lora_folder else 0
+
+    @property
+    def max_lora_rank(self) -> int:
+        """Maximum rank of adapters that are loaded at runtime."""
+        return self.config.max_lora_rank or 16
+
+    @property
+    def adapter_slots(self) -> tuple[Adapter, ...]:
+        """The adapters, then empty ones, in whose place others are loaded at runtime."""
+        empty = empty_adapter(self.model, self.max_lora_rank) if self.num_reserved else None
+        return self.adapters + ((empty,) * self.num_reserved if empty else ())
 
     @property
     def num_rows(self) -> int:
@@ -207,13 +243,14 @@ def check(config: ServeConfig, num_processes: int | None, rank: int = 0) -> Serv
             problems.of(chat_format, tokenizer, config.tool_call_parser, config.reasoning_parser)
             draft = problems.of(_read_draft, config, family, model)
         for word in config.lora_modules:
-            if found := problems.of(_read_module, word, config, family, model, models):
+            if found := problems.of(_read_word, word, config, family, model, models):
                 adapters.append(found[-1])
                 models.append(ServedModel(*found[:-1], len(adapters)))
         if config.max_model_len and config.max_model_len > model.seq_len:
             problems.append(
                 f"--max-model-len {config.max_model_len} is more than the model's context of {model.seq_len}"
             )
+    problems += _runtime_lora_problems(config)
     problems.of(AllowedHosts, config.host, config.allowed_hosts)
     problems.of(AllowedOrigins, config.allowed_origins)
     keys = problems.of(_read_keys, config)
@@ -268,7 +305,20 @@ def _name(config: ServeConfig) -> str:
     return config.served_model_name or (folder.parent if folder.name == "checkpoint" else folder).name
 
 
-def _read_module(
+def _runtime_lora_problems(config: ServeConfig) -> list[str]:
+    """List what is wrong with the flags for adapters that are loaded at runtime."""
+    folder = config.runtime_lora_folder
+    if folder is not None:
+        return [] if folder.is_dir() else [f"--runtime-lora-folder {folder}: there is no such folder"]
+    flags = {"--max-loras": config.max_loras, "--max-lora-rank": config.max_lora_rank}
+    return [
+        f"{name} {value} is for adapters that are loaded at runtime; add --runtime-lora-folder FOLDER"
+        for name, value in flags.items()
+        if value is not None
+    ]
+
+
+def _read_word(
     word: str, config: ServeConfig, family: str, model: ModelConfig, known: Sequence[ServedModel]
 ) -> tuple[str, Tokenizer, tuple[int, ...], Adapter]:
     """Read name, tokenizer, stop ids and adapters of one NAME=FOLDER; `known`: the checkpoint's model, if it is valid.
@@ -277,19 +327,29 @@ def _read_module(
         ConfigError: no such folder, or adapters of another model.
     """
     name, _, place = word.partition("=")
-    folder = Path(place)
     if not name or not place:
         raise ConfigError(f"--lora-modules {word}: write NAME=FOLDER")
+    return name, *read_module(f"--lora-modules {word}", Path(place), config, family, model, known)
+
+
+def read_module(
+    source: str, folder: Path, config: ServeConfig, family: str, model: ModelConfig, known: Sequence[ServedModel]
+) -> tuple[Tokenizer, tuple[int, ...], Adapter]:
+    """Read tokenizer, stop ids and adapters of a folder; `source`: what names it, for messages.
+
+    Raises:
+        ConfigError: no such folder, or adapters of another model.
+    """
     if not is_adapter_folder(folder):
-        raise ConfigError(f"--lora-modules {word}: {folder / ADAPTER_CONFIG} is not there; a folder of adapters has it")
+        raise ConfigError(f"{source}: {folder / ADAPTER_CONFIG} is not there; a folder of adapters has it")
     base = _base(folder)
     if base and not base.samefile(config.checkpoint):
         raise ConfigError(
-            f"--lora-modules {word}: adapters of {base}, but this server runs {config.checkpoint}; if both are "
+            f"{source}: adapters of {base}, but this server runs {config.checkpoint}; if both are "
             f"the same, name the latter in {folder / ADAPTER_CONFIG}, base_model_name_or_path"
         )
     if is_reward_adapter(folder):
-        raise ConfigError(f"--lora-modules {word}: adapters of a reward model, which generates no text")
+        raise ConfigError(f"{source}: adapters of a reward model, which generates no text")
     adapter = read_adapter(folder, family, model)
     own = any((folder / file).is_file() for file in family_module(family, "tokenizer").FILE_NAMES)
     if own:
@@ -298,7 +358,7 @@ def _read_module(
         tokenizer = known[0].tokenizer
     else:
         tokenizer = folder_tokenizer(family, config.checkpoint, model, config.tokenizer)
-    return name, tokenizer, with_end_tokens(model, folder).end_ids, adapter
+    return tokenizer, with_end_tokens(model, folder).end_ids, adapter
 
 
 def _base(folder: Path) -> Path | None:

@@ -99,6 +99,11 @@ class Metrics:
         self.params_n.observe(n)
         self.params_max.observe(max_tokens)
 
+    def embedded(self, prompt_tokens: int) -> None:
+        """Record a text to embed."""
+        self.prompt_tokens.inc(prompt_tokens)
+        self.prompt_length.observe(prompt_tokens)
+
     def token(self, timing: Timing, new: NewToken) -> None:
         """Record a token."""
         now = time.perf_counter()

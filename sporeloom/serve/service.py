@@ -19,17 +19,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from sporeloom.checkpoint.adapters import ranks_of_several
 from sporeloom.core.lines import first_line
 from sporeloom.core.log import LogBudget, counted, milestone
+from sporeloom.inference.adapter_memory import AdapterMemory
 from sporeloom.inference.cache import cache_bytes
 from sporeloom.inference.draft_model import open_speculation
 from sporeloom.inference.mixed import cached, takes
 from sporeloom.inference.model import load_model
+from sporeloom.inference.pooling import Pooling
 from sporeloom.inference.prefix_cache import prefix_cache
 from sporeloom.inference.sampling import Processor, Sampler, SamplingConfig, add_bias
-from sporeloom.inference.scheduler import Event, Failure, InternalError, Request, Scheduler
+from sporeloom.inference.scheduler import (
+    Event,
+    Failure,
+    InternalError,
+    PromptEmbedding,
+    Request,
+    Scheduler,
+)
 from sporeloom.models.slots import num_slots_for
 from sporeloom.runtime.engine import Engine
+from sporeloom.serve.adapter_slots import AdapterLoad, AdapterSlots, ModelGoneError
 from sporeloom.serve.config import CHUNK, MIXED_CHUNK, ServeJob
 from sporeloom.serve.fair_queue import FairQueue
 
@@ -56,6 +67,7 @@ class GenerationRequest:
     logit_bias: dict[int, float]
     num_top: int
     score_prompt: bool
+    """See `Request`."""
     is_finished: Callable[[Sequence[int]], bool]
     """Called on the rank with the server."""
     cache_salt: str = ""
@@ -64,6 +76,8 @@ class GenerationRequest:
     """Processors of its logits, on the rank with the server, which is the one that chooses tokens."""
     priority: int = 0
     """Texts of a client with lower numbers get a row first."""
+    pooling: Pooling | None = None
+    """See `Request`."""
     client: int = 0
     """Number of the client's key; clients take turns, and share no prefix cache."""
 
@@ -127,6 +141,8 @@ class Service:
         self._waiting: Counter[int] = Counter()  # client -> its texts that were submitted, and have no row yet
         self._stop_at: float | None = None
         self._log = LogBudget()
+        self._slots = AdapterSlots(getattr(job, "models", ()), getattr(job, "num_reserved", 0))
+        self._loads: deque[AdapterLoad] = deque()  # broadcast, and not done yet
 
     # Called by the server
 
@@ -158,6 +174,17 @@ class Service:
         """Cancel a text; its row is free before the next step."""
         self._inbox.put(("cancel", ticket))
 
+    def load_adapter(self, load: AdapterLoad) -> None:
+        """Put adapters into a free slot before the next step; `load.notify` is called with the outcome."""
+        if self.failure:
+            load.notify(self.failure)
+        else:
+            self._inbox.put(("load", load))
+
+    def unload_adapter(self, number: int) -> None:
+        """Free the slot of adapters once the texts that have them are done."""
+        self._inbox.put(("unload", number))
+
     def stop(self, timeout_s: float) -> None:
         """Let open texts finish for this long, then leave `run`."""
         self._inbox.put(("stop", timeout_s))
@@ -169,6 +196,8 @@ class Service:
         with contextlib.suppress(queue.Empty):
             while True:
                 waiting.append(self._inbox.get_nowait())
+        for load in [*self._loads, *(value for kind, value in waiting if kind == "load")]:
+            load.notify(reason)
         for each in [
             *self._open.values(),
             *self._queued.values(),
@@ -185,11 +214,13 @@ class Service:
         self.engine.backend.on_lost_rank(self._lost)
         shape = (job.num_rows, num_slots_for(job.max_model_len))
         self._say("loading the weights")
-        lends = config.num_drafts > 0
+        lends, adapters = config.num_drafts > 0, job.adapter_slots
+        pooling = config.embeddings
         of = config.checkpoint, job.family, job.model, job.strategy
-        net = load_model(*of, shape, config.weights, job.adapters, lends, config.kv_cache)
+        net = load_model(*of, shape, config.weights, adapters, lends, config.kv_cache, pooling is not None)
+        self._adapter_memory = AdapterMemory(self.engine, net, ranks_of_several(adapters))
         chunk = config.prefill_chunk or (MIXED_CHUNK if takes(net, job.num_rows) else CHUNK)
-        decoding = cached(self.engine, net, job.model, *shape, chunk, config.num_drafts)
+        decoding = cached(self.engine, net, job.model, *shape, chunk, config.num_drafts, pooling)
         steps = list(decoding.shapes())
         for done, (what, compile_step) in enumerate(steps, 1):
             self._say(f"compiling {done} of {len(steps)}: {what}")
@@ -223,6 +254,8 @@ class Service:
                     self._submit(value, opened)
                 elif kind == "cancel":
                     self._cancel(value)
+                elif kind == "load":
+                    self._load(value, source)
                 else:
                     return
             events = [] if self.scheduler.is_idle else self.scheduler.step()
@@ -234,7 +267,7 @@ class Service:
         """Commands of a step: texts to cancel, and those that get the free rows; and the latter themselves."""
         cancelled: list[Any] = []
         while True:
-            idle = self.scheduler.is_idle and not cancelled and not self._queue
+            idle = self.scheduler.is_idle and not cancelled and not self._queue and not self._loads
             try:
                 kind, value = self._inbox.get(timeout=self._patience()) if idle else self._inbox.get_nowait()
             except queue.Empty:
@@ -242,15 +275,19 @@ class Service:
             if kind == "stop":
                 self.state, self._stop_at = "draining", time.monotonic() + value
             elif kind == "submit":
-                self._queued[value.ticket] = value
-                self._queue.put(value, value.wanted.client, value.wanted.priority)
+                self._enqueue(value)
+            elif kind == "load":
+                self._place(value)
+            elif kind == "unload":
+                self._slots.retire(value)
             elif value in self._queued:
                 self._queue.remove(text := self._queued.pop(value))
                 self._book_waiting(text.wanted.client, -1)
             elif value in self._numbers:
                 cancelled.append(["cancel", self._numbers[value]])
         opened = self._next_texts(len(cancelled))
-        commands = cancelled + [["submit", _told(each.wanted)] for each in opened]
+        commands = cancelled + [["load", each.command] for each in self._loads]
+        commands += [["submit", _told(each.wanted)] for each in opened]
         is_done = not commands and self.scheduler.is_idle
         if self._stop_at is not None and (is_done or time.monotonic() > self._stop_at):
             if not is_done:
@@ -260,6 +297,33 @@ class Service:
                 each.notify(ServiceFailure(self.failure))
             return [["stop", None]], deque()
         return commands, opened
+
+    def _enqueue(self, text: _Open) -> None:
+        """Queue a text, unless its adapters are gone."""
+        if self._slots.slot_of(text.wanted.adapter) is None:
+            self._book_waiting(text.wanted.client, -1)
+            text.notify(Failure(-1, ModelGoneError()))
+            return
+        self._queued[text.ticket] = text
+        self._queue.put(text, text.wanted.client, text.wanted.priority)
+
+    def _place(self, load: AdapterLoad) -> None:
+        """Choose a slot that no text computes with."""
+        used = {each.wanted.adapter for each in (*self._open.values(), *self._queued.values())}
+        slot = self._slots.take(load.number, used)
+        if slot is None:
+            load.notify("busy")
+        else:
+            load.slot = slot
+            self._loads.append(load)
+
+    def _load(self, told: dict[str, Any], source: int) -> None:
+        """Replace the adapters in a slot, on every rank."""
+        mine = self._loads[0] if self._loads else None
+        self._slots.put(told["number"], told["slot"], told["vocab_size"])
+        self._adapter_memory.write(told["slot"], told["ranks"], mine.adapter if mine else None, source)
+        if mine:
+            self._loads.popleft().notify(None)
 
     def _next_texts(self, num_cancelled: int) -> deque[_Open]:
         """Take the texts of the queue for which there are rows, some of which are free once texts are cancelled."""
@@ -289,7 +353,7 @@ class Service:
             self._book_waiting(mine.wanted.client, -1)
 
     def _request(self, told: dict[str, Any], mine: _Open | None) -> Request:
-        vocab_size, stop_ids = self.job.models[told["adapter"]].tokenizer.vocab_size, tuple(told["stop_ids"])
+        vocab_size, stop_ids = self._slots.vocab_size(told["adapter"]), tuple(told["stop_ids"])
         bias = {int(token): value for token, value in told["logit_bias"].items()}
         sampling = SamplingConfig(**{**told["sampling"], "banned_tokens": ()})
         return Request(
@@ -305,7 +369,9 @@ class Service:
             stream=told["stream"],
             num_top=told["num_top"],
             score_prompt=told["score_prompt"],
-            adapter=told["adapter"],
+            pooling=told["pooling"],
+            adapter=self._slots.slot_of(told["adapter"]) or 0,
+            adapter_id=told["adapter"],
             cache_salt=told["cache_salt"],
             client=told["client"],
         )
@@ -319,7 +385,7 @@ class Service:
         mine = self._open.get(event.request)
         if mine is None:
             return
-        if isinstance(event, Failure) or event.finish_reason:
+        if isinstance(event, Failure | PromptEmbedding) or event.finish_reason:
             del self._open[event.request], self._numbers[mine.ticket]
         mine.notify(event)
 

@@ -5,22 +5,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Coroutine
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import StreamingResponse
 from starlette.types import Send
 
 from sporeloom.inference.sampling import GrammarError, NoTokenError
 from sporeloom.inference.scheduler import Event, Failure, NewToken, PromptScores
+from sporeloom.serve.adapter_slots import ModelGoneError
 from sporeloom.serve.answers import Answer, Choice
 from sporeloom.serve.config import ServedModel
 from sporeloom.serve.fields import RequestError
 from sporeloom.serve.metrics import Metrics, Timing
 from sporeloom.serve.requests import ApiRequest
 from sporeloom.serve.service import GenerationRequest, Service, ServiceFailure
+
+Result = TypeVar("Result")
 
 MAX_SCORES = 64
 """Maximum number of tokens whose log-probabilities are formatted on the event loop; a prompt may have thousands."""
@@ -51,7 +55,7 @@ class RequestStream:
         """
         came: asyncio.Queue[tuple[Choice, Event | ServiceFailure] | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
-        notify = partial(_notify, loop, came)
+        notify = partial(notify_on, loop, came)
         tickets: dict[int, int] = {}
         timings = self.timings
         # Not asyncio.wait_for: before Python 3.12 it may lose that its caller was cancelled.
@@ -121,16 +125,53 @@ class RequestStream:
                 choice.scores += event.scores
             choice.finish_reason = event.finish_reason
             return ""
-        if isinstance(event, Failure):
-            raise RequestError(400 if isinstance(event.error, NoTokenError | GrammarError) else 500, str(event.error))
-        raise RequestError(503, event.reason)
+        raise failed(event)
 
 
-def _notify(
-    loop: asyncio.AbstractEventLoop, came: asyncio.Queue[Any], choice: Choice, event: Event | ServiceFailure
+def failed(event: Event | ServiceFailure) -> RequestError:
+    """The answer to a request of which a text has failed."""
+    if isinstance(event, ServiceFailure):
+        return RequestError(503, event.reason)
+    assert isinstance(event, Failure), event
+    return RequestError(_status(event.error), str(event.error))
+
+
+def _status(error: Exception) -> int:
+    if isinstance(error, ModelGoneError):
+        return 404
+    return 400 if isinstance(error, NoTokenError | GrammarError) else 500
+
+
+def notify_on(
+    loop: asyncio.AbstractEventLoop, came: asyncio.Queue[Any], choice: Any, event: Event | ServiceFailure
 ) -> None:
     with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody listens
         loop.call_soon_threadsafe(came.put_nowait, (choice, event))
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """Do the work of a request, and give it up when its client is gone.
+
+    Raises:
+        ClientDisconnect: it is.
+    """
+    made = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_until_gone(request))
+    try:
+        await asyncio.wait((made, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not made.done():
+            raise ClientDisconnect
+        return made.result()
+    finally:
+        gone.cancel()
+        made.cancel()
+        with contextlib.suppress(asyncio.CancelledError, RequestError):
+            await made
+
+
+async def _until_gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 async def whole(texts: RequestStream) -> None:

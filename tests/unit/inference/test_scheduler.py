@@ -6,8 +6,9 @@ from types import MappingProxyType, SimpleNamespace
 import numpy as np
 import pytest
 
+from sporeloom.inference.pooling import embedding
 from sporeloom.inference.sampling import Sampler, SamplingConfig
-from sporeloom.inference.scheduler import NewToken, PromptScores, Request, Scheduler
+from sporeloom.inference.scheduler import Failure, NewToken, PromptEmbedding, PromptScores, Request, Scheduler
 from sporeloom.strategy.config import SINGLE_DEVICE
 
 ENGINE = SimpleNamespace(
@@ -48,6 +49,9 @@ class Chunked:
                 logits.append(logits_after(self.rows[row]))
             found[row] = np.stack(logits) if every and row in chunks else logits[-1]
         return found
+
+    def states(self, chunks):
+        return {row: self.step({row: ids}, {}, every=True)[row] for row, ids in chunks.items()}
 
     def trim(self, row, length):
         del self.rows[row][length:]
@@ -200,3 +204,43 @@ def test_tokens_of_a_prompt_are_scored_where_that_is_asked_for():
     assert len(first.scores) == 5
     assert [s.log_probability for s in second.scores] == [s.log_probability for s in first.scores]
     assert [event.token for event in events if isinstance(event, NewToken)] == alone(request(prompt, 2))
+
+
+def test_texts_to_embed_share_the_rows_with_others_and_leave_nothing_in_them():
+    """Of two rows. The text is long: it is read in parts, between tokens of the other."""
+    text = list(range(1, 12))
+
+    def embedded(pooling, others):
+        decoding = Chunked(2)
+        scheduler, vectors, tokens = Scheduler(decoding, ENGINE), {}, {}
+        for prompt in others:
+            scheduler.submit(request(prompt, 6))
+        wanted = scheduler.submit(Request(text, 0, Sampler(SamplingConfig()), lambda tokens: False, pooling=pooling))
+        after = scheduler.submit(request(text, 3))
+        while not scheduler.is_idle:
+            for event in scheduler.step():
+                if isinstance(event, PromptEmbedding):
+                    vectors[event.request] = event.vector
+                else:
+                    assert isinstance(event, NewToken), event
+                    tokens.setdefault(event.request, []).append(event.token)
+                    assert event.request != after or event.cached_tokens == 0
+        assert [*vectors] == [wanted]
+        return vectors[wanted].tobytes(), tokens[after]
+
+    states = np.stack([logits_after(text[:count]) for count in range(1, 12)])
+    for pooling in ("last", "mean"):
+        alone = embedded(pooling, [])
+        assert alone[0] == embedding([states], pooling).tobytes()
+        assert embedded(pooling, [[5, 6], [7, 8, 9, 10, 11], [1]]) == alone
+
+
+def test_a_text_whose_states_are_not_finite_fails_alone():
+    decoding = Chunked(1)
+    decoding.states = lambda chunks: {row: np.full((len(ids), 4), np.nan) for row, ids in chunks.items()}
+    scheduler = Scheduler(decoding, ENGINE)
+    failing = scheduler.submit(Request([1, 2], 0, Sampler(SamplingConfig()), lambda tokens: False, pooling="mean"))
+    (failure,) = scheduler.step()
+    assert isinstance(failure, Failure) and failure.request == failing and decoding.cleared == [0]
+    scheduler.submit(request([1, 2], 2))
+    assert [type(scheduler.step()[0]) for _ in range(2)] == [NewToken] * 2

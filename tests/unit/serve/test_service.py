@@ -13,6 +13,7 @@ import pytest
 from sporeloom.inference.cache import SlotTable
 from sporeloom.inference.sampling import BadLogitsError, NoTokenError, SamplingConfig
 from sporeloom.inference.scheduler import Failure, InternalError, NewToken, Scheduler
+from sporeloom.serve.adapter_slots import BUSY, AdapterLoad, AdapterSlots, ModelGoneError
 from sporeloom.serve.service import GenerationRequest, Service, ServiceFailure, _told
 from sporeloom.strategy.config import SINGLE_DEVICE
 
@@ -169,4 +170,64 @@ def test_texts_in_the_queue_are_told_when_the_service_fails(stopped):
 def test_every_rank_knows_the_client_as_owner_of_its_prompt(stopped):
     told = [_told(wanted(client=client, cache_salt="s")) for client in (0, 1)]
     owners = [stopped._request(each, None).owner for each in told]  # a rank without the server
-    assert owners == [(0, 0, "s"), (0, 1, "s")]
+    assert owners == [(0, 0, 0, "s"), (0, 0, 1, "s")]
+
+
+class Memory:
+    """Slots of adapters, in which the last ones that were written stand."""
+
+    def __init__(self):
+        self.slots = {}
+
+    def write(self, slot, ranks, adapter, source):
+        self.slots[slot] = adapter
+
+
+def test_a_slot_is_free_once_the_texts_with_its_unloaded_adapters_are_done(stopped):
+    """Of one slot. A text that was prepared before, and submitted after others stand there, gets no answer of theirs."""
+    model = SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=VOCAB))
+    stopped._slots, stopped._adapter_memory = AdapterSlots([model], 1), Memory()
+    stopped._patience = lambda: 0.01
+    outcomes = []
+
+    def load(number, adapter):
+        lora = SimpleNamespace(r_of=lambda path: 2)
+        made = SimpleNamespace(lora=lora, weights={"up.lora_a": None, "up.lora_b": None}, name=adapter)
+        stopped.load_adapter(AdapterLoad(number, made, VOCAB, outcomes.append))
+
+    def turn():
+        commands, opened = stopped._collect()
+        for kind, value in commands:
+            {"submit": lambda v: stopped._submit(v, opened), "cancel": stopped._cancel}.get(
+                kind, lambda v: stopped._load(v, 0)
+            )(value)
+        for event in stopped.scheduler.step():
+            stopped._deliver(event)
+
+    first, late = queue.Queue(), queue.Queue()
+    load(1, "first")
+    turn()
+    stopped.submit(wanted(adapter=1, max_new_tokens=3), first.put)
+    stopped.unload_adapter(1)
+    load(2, "second")
+    turn()
+    assert outcomes == [None, BUSY] and stopped._adapter_memory.slots[1].name == "first"
+    turn()
+    turn()
+    assert [type(first.get_nowait()) for _ in range(3)] == [NewToken] * 3
+    load(3, "third")
+    turn()
+    assert outcomes == [None, BUSY, None] and stopped._adapter_memory.slots[1].name == "third"
+    load(4, "fourth")
+    stopped.submit(wanted(adapter=1), late.put)
+    turn()
+    assert outcomes[3:] == [BUSY] and isinstance(late.get_nowait().error, ModelGoneError)
+    assert stopped.num_waiting == 0
+
+
+def test_whoever_waits_for_adapters_is_told_of_a_failure(stopped):
+    outcomes = []
+    stopped.load_adapter(AdapterLoad(1, None, VOCAB, outcomes.append))
+    stopped.fail("rank 1 is gone")
+    stopped.load_adapter(AdapterLoad(2, None, VOCAB, outcomes.append))
+    assert outcomes == ["rank 1 is gone"] * 2

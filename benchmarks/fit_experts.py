@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import yaml
+from fit_planner import rounded
 from scipy.optimize import least_squares
 
 from sporeloom.core.lines import first_line
@@ -104,9 +105,9 @@ def main():
     newer = newer_chips({c for c in fitted["chips"] if c not in fitted.get("like_" + LIKE, [])})
     dense, overlap = {c: fitted_efficiency(c) for c in chips() if c not in newer}, Overlap.fitted()
     experts, efficiencies = fit(pairs, newer, dense, overlap)
-    fitted["experts"] = {k: round(v, 3) for k, v in dataclasses.asdict(experts).items()}
+    fitted["experts"] = rounded(experts, 3)
     fitted["like_" + LIKE] = newer
-    fitted["chips"] |= {c: {k: round(v, 3) for k, v in dataclasses.asdict(e).items()} for c, e in efficiencies.items()}
+    fitted["chips"] |= {chip: rounded(efficiency, 3) for chip, efficiency in efficiencies.items()}
     errors = log_errors(pairs, experts, dense | efficiencies, overlap)
     for (run, seconds), error in sorted(zip(pairs, errors, strict=True), key=lambda pair: pair[1]):
         print(f"{run.id:45} {seconds:8.2f} s {np.expm1(error):+.0%}")

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import yaml
@@ -96,6 +97,16 @@ def fit(pairs: list[Pair]) -> tuple[dict[str, Efficiency], Overlap]:
     return unpack(least_squares(residuals, start, max_nfev=60, x_scale=0.1).x)
 
 
+MEASURED = ("float32", "launch_us", "graph_us")
+"""Fields of an efficiency that are measured on a machine, not fitted."""
+
+
+def rounded(fitted: Any, digits: int) -> dict[str, float]:
+    """The numbers that are fitted."""
+    found = dataclasses.asdict(fitted)
+    return {name: round(value, digits) for name, value in found.items() if name not in MEASURED}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=first_line(__doc__))
     parser.add_argument("runs", type=Path)
@@ -106,10 +117,10 @@ def main() -> None:
     errors = np.abs(np.expm1(log_errors(pairs, efficiencies, overlap)))
     head = f"# Written by benchmarks/fit_planner.py from {len(pairs)} runs of {arguments.runs.name}.\n"
     values = yaml.safe_load(FITTED.read_text())  # which has what fit_experts.py found, too
-    values["overlap"] = {k: round(v, 3) for k, v in dataclasses.asdict(overlap).items()}
+    values["overlap"] = rounded(overlap, 3)
     for chip, efficiency in efficiencies.items():
         if chip not in values["like_h100"]:
-            values["chips"][chip] = {k: round(v, 3) for k, v in dataclasses.asdict(efficiency).items()}
+            values["chips"][chip] = rounded(efficiency, 3)
     arguments.out.write_text(head + yaml.safe_dump(values, sort_keys=False))
     print(f"{len(pairs)} runs, median error {np.median(errors):.1%}, 90th percentile {np.quantile(errors, 0.9):.1%}")
 

@@ -12,7 +12,6 @@ predicted with parameters fitted on all others, of models with experts too: the 
 """
 
 import argparse
-import dataclasses
 import hashlib
 import json
 import math
@@ -28,6 +27,7 @@ import fit_experts
 import fit_planner
 import numpy as np
 import yaml
+from fit_planner import rounded
 from report import write_report
 
 from sporeloom.core.lines import first_line, split_lines
@@ -66,10 +66,6 @@ def publisher_of(source):
     return found[0]
 
 
-def rounded(values):
-    return {name: round(value, DIGITS) for name, value in dataclasses.asdict(values).items()}
-
-
 def without(pairs, publisher):
     return [pair for pair in pairs if publisher_of(pair[0].source) != publisher]
 
@@ -81,8 +77,8 @@ def fit_without(arguments):
     newer = fit_experts.newer_chips({run.cluster.chip for run, _ in dense})
     dense_fit = {chip: one for chip, one in efficiencies.items() if chip not in newer}
     of_experts, of_newer = fit_experts.fit(without(experts, publisher), newer, dense_fit, overlap)
-    chips = {chip: rounded(one) for chip, one in (efficiencies | of_newer).items()}
-    return publisher, {"chips": chips, "overlap": rounded(overlap), "experts": rounded(of_experts)}
+    chips = {chip: rounded(one, DIGITS) for chip, one in (efficiencies | of_newer).items()}
+    return publisher, {"chips": chips, "overlap": rounded(overlap, DIGITS), "experts": rounded(of_experts, DIGITS)}
 
 
 def log_errors(recorded, pairs):

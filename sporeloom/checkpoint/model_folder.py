@@ -196,7 +196,7 @@ def _published_weights(folder: Path) -> FolderWeights:
     def read(name: str, part: TensorSlice) -> NDArray[Any]:
         return np.concatenate(list(read_slice(rows[name], part)))
 
-    packed = {"packed": source.weights, "read_int4": source.read_int4} if source.packed else {}
+    packed: dict[str, Any] = {"packed": source.weights, "read_int4": source.read_int4} if source.packed else {}
     return FolderWeights(source.shapes, read, **packed)  # `open_published` has compared the contents with their hashes
 
 

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seconds of one layer, and of the head, for one microbatch on one device. Derivations and sources:
+docs/explanation/planner.md."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from sporeloom.planner.dimensions import Dimensions
+from sporeloom.planner.memory import head_columns
+from sporeloom.planner.parallelism import Parallelism
+from sporeloom.planner.rates import KERNEL_HEAD, Rates, all_reduce, all_to_all
+
+SCORE_PASSES = 6.5  # products write and read scores; scale, mask, softmax and dropout pass over them
+OWN_SCORE_PASSES, OWN_DROPOUT_PASSES = 8.5, 2.5  # softmax in float32 writes probabilities in both types
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """Seconds of one microbatch in one layer (or the head) on one device."""
+
+    matmul: float
+    attention: float
+    memory: float
+    overhead: float
+    tensor_parallel: float
+    expert_parallel: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(vars(self).values())
+
+    def plus(self, other: LayerTime) -> LayerTime:
+        return LayerTime(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+
+def score_passes(dims: Dimensions, job: Parallelism) -> float:
+    """Number of passes over the scores of a layer's forward pass, outside of a fused kernel."""
+    if job.own_graphs and job.precision != "fp32" and dims.float32_softmax:
+        return OWN_SCORE_PASSES + OWN_DROPOUT_PASSES * dims.dropout
+    return SCORE_PASSES
+
+
+def layer_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> LayerTime:
+    """Time of the forward pass of one layer for one microbatch."""
+    tokens, tp, h, q = job.microbatch * dims.seq_len / job.cp, job.tp, dims.hidden_size, dims.query_size
+    kv_parts = math.gcd(tp, dims.kv_heads)
+    matmul = rates.matmul(tokens, q / tp + 2 * dims.kv_size / kv_parts, h) + rates.matmul(tokens, h, q / tp)
+    ffn = dims.always_used_ffn
+    matmul += (dims.mlp_matrices - 1) * rates.matmul(tokens, ffn / tp, h) + rates.matmul(tokens, h, ffn / tp)
+    attention = 4 * tokens * dims.seq_len * q / tp / rates.attention_flops
+    if job.flash_attention:
+        attention *= 0.5 * max(1.0, KERNEL_HEAD / dims.head_size)
+    # Passes: two norms read and write, two residual additions read twice and write once, each with half a dropout mask.
+    passes = (3 + 4 * dims.num_norms) * tokens * h / (tp if job.sequence_parallel else 1)
+    passes += (2 * dims.mlp_matrices - 2) * tokens * ffn / tp  # the activation
+    if not job.flash_attention:
+        passes += score_passes(dims, job) * tokens * dims.num_heads * dims.seq_len / tp
+    reduced = (1 if dims.block == "parallel" else 2) * all_reduce(rates.width * tokens * h, tp, rates.tp)
+    if job.cp > 1:
+        reduced += 2 * rates.width * tokens * dims.kv_size / tp * (job.cp - 1) / rates.tp  # keys and values go round
+    part = LayerTime(matmul, attention, rates.width * passes / rates.bytes, rates.overhead, reduced)
+    if not dims.num_experts:
+        return part
+    whole = part.plus(experts_forward(dims, job, rates))
+    # Only interleaved stages have another microbatch's products at hand meanwhile.
+    hidden = rates.experts.overlap * (whole.matmul + whole.attention) if job.virtual_stages > 1 else 0.0
+    return dataclasses.replace(whole, expert_parallel=max(0.0, whole.expert_parallel - hidden))
+
+
+def experts_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> LayerTime:
+    """Time of the forward pass of one layer's router and experts for one microbatch, mean of layers with and
+    without.
+
+    A device has its share of the experts for the tokens of all that share them out, so as many rows as its own tokens make;
+    products of experts are less efficient than one product of all rows, and each reads its own weights. Rows go to their
+    experts and back: two all-to-alls.
+    """
+    fitted, share = rates.experts, dims.expert_share
+    tokens, h, parts = job.microbatch * dims.seq_len / job.cp, dims.hidden_size, job.parts_of_expert
+    rows = tokens * dims.experts_per_token * dims.expert_rows * dims.expert_imbalance * parts / job.tp
+    local = dims.num_experts / job.ep
+    each, width = rows / local, dims.expert_ffn_size / parts
+    products = (dims.mlp_matrices - 1) * rates.matmul(each, width, h) + rates.matmul(each, h, width)
+    matmul = rates.matmul(tokens, dims.num_experts, h) + local * products / fitted.products
+    passes = fitted.passes * rows * h + (2 * dims.mlp_matrices - 2) * rows * width
+    times = dims.experts_per_token if job.sends_once else 0
+    num_bytes = (
+        rates.width * rows * h / (parts if job.sends_once else 1)
+    )  # and tensor parallel ranks gather what each got
+    stride = job.cp * (job.tp if parts == job.tp else 1)  # ep is a part of dp, the outer axis
+    once = all_to_all(rates.cluster, num_bytes, job.ep, stride, devices=job.devices, copies=times)
+    sent = 2 * once / fitted.all_to_all
+    added_up = tokens if job.sends_once else rows  # a token's experts first, or what the ranks have of each row
+    reduced = all_reduce(rates.width * added_up * h, parts, rates.tp) if parts > 1 else 0.0
+    return LayerTime(
+        matmul=share * matmul,
+        attention=0.0,
+        memory=share * rates.width * passes / rates.bytes,
+        overhead=share * fitted.layer_overhead_us * 1e-6,
+        tensor_parallel=share * reduced,
+        expert_parallel=share * sent,
+    )
+
+
+def attention_core(dims: Dimensions, job: Parallelism, rates: Rates) -> float:
+    """Seconds of selective recomputation."""
+    tokens = job.microbatch * dims.seq_len / job.cp
+    if job.flash_attention:  # its kernel computes scores again anyway; two norms and the activation
+        spread = job.tp if job.sequence_parallel else 1
+        return rates.width * tokens * (4 * dims.hidden_size / spread + 3 * dims.ffn_size / job.tp) / rates.bytes
+    flops = 4 * tokens * dims.seq_len * dims.query_size / job.tp / rates.attention_flops
+    return flops + rates.width * score_passes(dims, job) * tokens * dims.num_heads * dims.seq_len / job.tp / rates.bytes
+
+
+def unneeded_result(dims: Dimensions, job: Parallelism, rates: Rates) -> float:
+    """Seconds of a layer's last product and of adding it up over tp, which a graph leaves out where the layer is
+    recomputed: no gradient needs the result. The norm behind it in a sandwich block does."""
+    if job.repeats_results or dims.num_experts or dims.block == "sandwich":
+        return 0.0
+    tokens, h = job.microbatch * dims.seq_len / job.cp, dims.hidden_size
+    unneeded = unneeded_entries(dims, job)
+    product = rates.matmul(tokens, h, unneeded / h / job.tp) if unneeded else 0.0
+    whole = all_reduce(rates.width * tokens * h, job.tp, rates.tp)
+    return product + (whole / 2 if job.sequence_parallel else whole)
+
+
+def head_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> LayerTime:
+    """Time of the forward pass of the head and the loss for one microbatch."""
+    tokens, columns = job.microbatch * dims.seq_len / job.cp, head_columns(dims, job)
+    passes = 3 * 4 * tokens * columns
+    return LayerTime(rates.matmul(tokens, columns, dims.hidden_size), 0.0, passes / rates.bytes, rates.overhead, 0.0)
+
+
+def unneeded_entries(dims: Dimensions, job: Parallelism) -> int:
+    """Entries of a layer's last product, which a graph that recomputes the layer leaves out."""
+    if not job.own_graphs or dims.num_experts or dims.block == "sandwich":
+        return 0
+    return dims.hidden_size * (dims.always_used_ffn + (dims.query_size if dims.block == "parallel" else 0))

@@ -60,7 +60,7 @@ def job_of(
     config: ModelConfig,
     batch_size: int,
     accumulate: int = 1,
-    optimizer_bytes: Mapping[str, int] = MappingProxyType({}),
+    optimizer_bytes: Mapping[str, Any] = MappingProxyType({}),
 ) -> Parallelism:
     """Convert a strategy for the cost model.
 

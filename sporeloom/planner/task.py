@@ -65,7 +65,7 @@ class TrainedTask:
     optimizer_state_dtype: StateDtype = "float32"
 
     @property
-    def optimizer_bytes(self) -> dict[str, int]:
+    def optimizer_bytes(self) -> dict[str, Any]:
         """Bytes of master weights and AdamW's moments for each parameter, as arguments of `Parallelism`."""
         moments = 4 if self.optimizer_state_dtype == "bfloat16" else 8
         return {"optimizer_bytes": 4 + moments, "moment_bytes": moments}

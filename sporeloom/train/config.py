@@ -15,6 +15,7 @@ from sporeloom.models.adapters import LoRAConfig
 from sporeloom.models.config import ModelConfig
 from sporeloom.strategy.certificate import about_task
 from sporeloom.strategy.config import Strategy
+from sporeloom.train.evaluation_flags import EvaluationFlags
 from sporeloom.train.flags import (
     CheckpointFlags,
     DataFlags,
@@ -36,6 +37,7 @@ from sporeloom.train.tracking_flags import TrackingFlags
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(
     TrackingFlags,
+    EvaluationFlags,
     SampleFlags,
     CheckpointFlags,
     FaultFlags,

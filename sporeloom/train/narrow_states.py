@@ -132,10 +132,8 @@ class NarrowAdamW(AdamW):
         return done
 
 
-def adamw(
-    parameters: list[Parameter], state_dtype: StateDtype, *args: Any, on_host: bool = False, **settings: Any
-) -> AdamW:
-    """Create an AdamW with moments of a type; `args` and `settings` are those of `AdamW`. On the host they are float32."""
+def adamw(parameters: list[Parameter], state_dtype: StateDtype, on_host: bool = False, **settings: Any) -> AdamW:
+    """Create an AdamW with moments of a type; `settings` are those of `AdamW`. On the host they are float32."""
     if state_dtype == "bfloat16":
-        return NarrowAdamW(parameters, *args, **settings)
-    return AdamW(parameters, *args, on_host=on_host, **settings)
+        return NarrowAdamW(parameters, **settings)
+    return AdamW(parameters, on_host=on_host, **settings)

@@ -3,19 +3,42 @@
 
 from __future__ import annotations
 
+import http.client
 import json
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.json_text import json_text
+from sporeloom.core.log import milestone
 
 SCHEMES = ("http", "https")
-TIMEOUT_S = 600.0
 MAX_BYTES = 1 << 26
+PASSING = (408, 425, 429, 500, 502, 503, 504)
+"""Answers of servers that are overloaded or restart, after which a request is repeated."""
+LONGEST_WAIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class ServerLimits:
+    """Limits of the requests to a reward server."""
+
+    timeout_s: float = 600.0
+    """Seconds that a server may be silent."""
+    retries: int = 3
+    """Number of times that a failed request is repeated."""
+    first_wait_s: float = 1.0
+    """Seconds before the first repetition; each further one waits twice as long, up to a minute."""
+
+    def wait_s(self, attempt: int, asked: str | None) -> float:
+        """Seconds to wait after a failed attempt, counted from 0; `asked`: the server's own Retry-After."""
+        own = float(asked) if asked and asked.isdecimal() else self.first_wait_s * 2.0**attempt
+        return min(own, LONGEST_WAIT_S)
 
 
 def is_url(name: str) -> bool:
@@ -37,9 +60,9 @@ def address_problem(url: str) -> str | None:
     return None
 
 
-def server_reward(url: str) -> Callable[..., Sequence[float]]:
+def server_reward(url: str, limits: ServerLimits | None = None) -> Callable[..., Sequence[float]]:
     """A reward function that asks a server by POST: `{"prompts": [...], "completions": [...], COLUMN: [...], ...}`, answered
-    by `{"rewards": [...]}`.
+    by `{"rewards": [...]}`. Requests that a server may answer later are repeated.
 
     Raises:
         ConfigError: no request can go there.
@@ -49,19 +72,44 @@ def server_reward(url: str) -> Callable[..., Sequence[float]]:
 
     def reward(prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]) -> Sequence[float]:
         content = json_text({"prompts": prompts, "completions": completions, **columns}, ensure_ascii=False).encode()
-        request = urllib.request.Request(url, content, {"Content-Type": "application/json"}, method="POST")
-        try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-                told = answer.read(MAX_BYTES + 1)
-        except urllib.error.HTTPError as error:
-            raise ValueError(f"the server answered {error.code} {error.reason}") from None
-        except OSError as error:
-            raise ValueError(f"the server cannot be reached: {getattr(error, 'reason', error)}") from None
-        if len(told) > MAX_BYTES:
-            raise ValueError(f"the server answered with more than {MAX_BYTES:,} bytes")
-        return _rewards(told)
+        return _rewards(_answer(url, content, limits or ServerLimits()))
 
     return reward
+
+
+def _answer(url: str, content: bytes, limits: ServerLimits) -> bytes:
+    """The server's answer to a request, which is repeated where that may help.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for attempt in range(limits.retries + 1):
+        asked, may_pass = None, True
+        request = urllib.request.Request(url, content, {"Content-Type": "application/json"}, method="POST")
+        try:
+            with urllib.request.urlopen(request, timeout=limits.timeout_s) as answer:
+                told: bytes = answer.read(MAX_BYTES + 1)
+            if len(told) > MAX_BYTES:
+                raise ValueError(f"the server answered with more than {MAX_BYTES:,} bytes")
+            return told
+        except urllib.error.HTTPError as error:
+            problem, may_pass = f"the server answered {error.code} {error.reason}", error.code in PASSING
+            asked = error.headers.get("Retry-After")
+        except TimeoutError:
+            problem = f"the server was silent for {limits.timeout_s:g} s (--reward-timeout-s)"
+        except (OSError, http.client.HTTPException) as error:
+            reason = getattr(error, "reason", None) or error
+            problem = f"the server cannot be reached: {reason}"
+            if isinstance(reason, TimeoutError):
+                problem = f"the server was silent for {limits.timeout_s:g} s (--reward-timeout-s)"
+        if not may_pass:
+            raise ValueError(problem)
+        if attempt < limits.retries:
+            wait_s = limits.wait_s(attempt, asked)
+            milestone(f"{url}: {problem}; asking again in {wait_s:g} s, {limits.retries - attempt} times at most")
+            time.sleep(wait_s)
+    times = f"after {limits.retries + 1} requests (--reward-retries): " if limits.retries else ""
+    raise ValueError(f"{times}{problem}")
 
 
 def _rewards(content: bytes) -> Sequence[float]:

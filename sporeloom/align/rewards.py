@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sporeloom.align.reward_server import is_url, server_reward
+from sporeloom.align.reward_server import ServerLimits, is_url, server_reward
 from sporeloom.core.errors import ConfigError
 
 Reward = Callable[..., Sequence[float]]
@@ -21,14 +21,14 @@ RESERVED = ("prompts", "completions", "completion_ids")
 """Names that no column may have: further arguments of the functions, here or in TRL."""
 
 
-def load_reward(name: str) -> Reward:
-    """Load the function that FILE.py:FUNCTION names, or make one that asks the server at an address.
+def load_reward(name: str, limits: ServerLimits | None = None) -> Reward:
+    """Load the function that FILE.py:FUNCTION names, or make one that asks the server at an address, within `limits`.
 
     Raises:
         ConfigError: there is no such file or function, or the file fails.
     """
     if is_url(name):
-        return server_reward(name)
+        return server_reward(name, limits)
     file, _, function = name.rpartition(":")
     path = Path(file)
     if not file.endswith(".py") or not path.is_file():

@@ -24,7 +24,7 @@ from sporeloom.core.errors import ConfigError
 from sporeloom.core.files import read_bytes
 from sporeloom.core.lines import first_line
 from sporeloom.data.tokenizer import ChatMessage, Prompt
-from sporeloom.evaluation.harness_config import Harness
+from sporeloom.evaluation.harness_config import Harness, HarnessConfig
 from sporeloom.evaluation.harness_options import read_options
 from sporeloom.evaluation.written_chats import WrittenChats
 from sporeloom.inference.config import GenerateJob
@@ -41,12 +41,15 @@ OF_SEVERAL = re.compile(rb"""^["']?(?:group|include)["']?:""", re.M)
 
 
 class HarnessModel(TemplateLM):
-    """The model interface of the harness."""
+    """The model interface of the harness.
 
-    def __init__(self, engine: Engine, job: GenerateJob):
+    `session`: that of a model which is in memory already; without it, that of the job's checkpoint.
+    """
+
+    def __init__(self, engine: Engine, job: GenerateJob, session: Session | None = None):
         super().__init__()
         self.engine, self.job = engine, job
-        self.session: Session = open_session(job, engine)
+        self.session: Session = session or open_session(job, engine)
         self.stop = self.session.stop
         self.chats = WrittenChats(job.tokenizer)
 
@@ -243,21 +246,42 @@ def evaluate(harness: Harness) -> dict[str, Any] | None:
     Raises:
         ConfigError: tasks there are none of, or that cannot be read.
     """
-    config = harness.config
+    engine = Engine.start(harness.job.strategy)
+    return run_tasks(HarnessModel(engine, harness.job), harness.config, *known_tasks(harness.config))
+
+
+def known_tasks(config: HarnessConfig) -> tuple[TaskManager, list[str]]:
+    """The harness's index of tasks, and the names of those of `config` in it.
+
+    Raises:
+        ConfigError: tasks there are none of.
+    """
     manager, tasks = find_tasks([str(Path(name)) for name in config.tasks], config.include_path)
     unknown = [name for name in tasks if not _is_file(name) and name not in manager.all_tasks]
     if unknown:
         raise ConfigError(
             f"--tasks {', '.join(unknown)}: the harness has no such task; --include-path names further ones"
         )
+    return manager, tasks
+
+
+def run_tasks(
+    model: HarnessModel, config: HarnessConfig, manager: TaskManager, tasks: Sequence[str]
+) -> dict[str, Any] | None:
+    """Results and samples of a model that is in memory; None on all ranks but one.
+
+    Args:
+        manager: index of tasks, and `tasks` the names in it: see `known_tasks`.
+
+    Raises:
+        ConfigError: tasks that cannot be read.
+    """
     if not config.trust_remote_code:
         _confine_templates()
-    engine = Engine.start(harness.job.strategy)
-    model = HarnessModel(engine, harness.job)
     try:
         found = simple_evaluate(
             model=model,
-            tasks=tasks,
+            tasks=[*tasks],
             task_manager=manager,
             num_fewshot=config.num_fewshot,
             limit=config.limit,
@@ -266,4 +290,4 @@ def evaluate(harness: Harness) -> dict[str, Any] | None:
         )
     except (FileNotFoundError, ConnectionError, ValueError, SecurityError) as error:
         raise ConfigError(f"--tasks {' '.join(config.tasks)}: {first_line(error)}") from None
-    return found if engine.is_log_rank else None
+    return found if model.engine.is_log_rank else None

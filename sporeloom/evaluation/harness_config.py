@@ -71,8 +71,7 @@ def check(config: HarnessConfig, num_processes: int | None) -> Harness:
     for name in config.tasks:
         if name.endswith((".yaml", ".yml")) and not Path(name).is_file():
             problems.append(f"--tasks {name}: there is no such file")
-    if not config.trust_remote_code:
-        problems += code_problems(_task_files(config))
+    problems += code_of_tasks(config)
     asked = GenerateConfig(
         checkpoint=config.checkpoint,
         tokenizer=config.tokenizer,
@@ -88,6 +87,11 @@ def check(config: HarnessConfig, num_processes: int | None) -> Harness:
     problems.raise_if_any()
     assert job
     return Harness(config, job, earlier)
+
+
+def code_of_tasks(config: HarnessConfig) -> list[str]:
+    """List the Python code that the files of tasks would run, unless that is allowed."""
+    return [] if config.trust_remote_code else list(code_problems(_task_files(config)))
 
 
 def _task_files(config: HarnessConfig) -> list[Path]:

@@ -16,6 +16,8 @@ StateDtype = Literal["float32", "bfloat16"]
 class StateFlags:
     """Number type of the optimizer's states."""
 
+    heading: ClassVar[str] = "optimizer"
+
     optimizer_state_dtype: StateDtype = option(
         "float32",
         "number type of AdamW's moments and Muon's momentum; bfloat16 takes half the memory: updates are computed in "

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sporeloom.align.reward_server import ServerLimits
 from sporeloom.align.rewards import Reward, load_reward, rewards_of
 from sporeloom.core.errors import ConfigError
 from sporeloom.data.batch import Batch
@@ -71,7 +72,7 @@ class PolicyTask(Tuning):
 
     def open_data(self) -> None:
         config = self.config
-        self.functions = {name: _reward(name) for name in config.reward}
+        self.functions = {name: _reward(name, config) for name in config.reward}
         room = self.run.seq_len - config.max_completion_length
         every = self.reading().prompts(self.run.data)
         self.prompts = [prompt for prompt in every if len(prompt.tokens) <= room]
@@ -242,5 +243,7 @@ class PolicyTask(Tuning):
         self.collected = Round(state["round"], texts, *(arrays[name] for name in ARRAYS))
 
 
-def _reward(name: str) -> Reward:
-    return program_reward(name) if name.startswith(PREFIX) else load_reward(name)
+def _reward(name: str, config: Any) -> Reward:
+    if name.startswith(PREFIX):
+        return program_reward(name)
+    return load_reward(name, ServerLimits(config.reward_timeout_s, config.reward_retries))

@@ -63,7 +63,8 @@ def check(config: TrainingConfig, num_processes: int | None) -> Run:
         config = problems.of(_with_own_tokenizer, config, family) or config
     problems += _own_problems(config)
     problems += config.problems()
-    problems += [*config.tracking_problems(), *config.sample_problems(), *_ema_and_certificate(config)]
+    problems += [*config.tracking_problems(), *config.sample_problems(), *config.evaluation_problems()]
+    problems += _ema_and_certificate(config)
     problems += config.elastic_problems(ElasticStart.of_environment() is not None)
     strategy = problems.of(load_strategy, config.strategy) if config.strategy else SINGLE_DEVICE
     if config.tokenizer and not config.tokenizer.exists():
@@ -288,6 +289,7 @@ def _strategy_problems(
     yield from config.strategy_problems(strategy)
     yield from config.ema_problems(strategy)
     yield from config.sampling_problems(strategy)
+    yield from config.evaluating_problems(strategy)
     yield from launch_problems(strategy, num_processes) if num_processes is not None else []
     yield from model_problems(strategy, model) if model else []
     yield from strategy.axis_problems("sampling") if config.samples_texts else []

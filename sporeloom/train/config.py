@@ -17,6 +17,7 @@ from sporeloom.models.config import ModelConfig
 from sporeloom.models.parameters import Shapes, parameter_shapes
 from sporeloom.strategy.certificate import about_task
 from sporeloom.strategy.config import Strategy
+from sporeloom.train.evaluation_flags import EvaluationFlags
 from sporeloom.train.flags import (
     CheckpointFlags,
     DataFlags,
@@ -41,6 +42,7 @@ FLOAT32_BYTES = 4
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(
     TrackingFlags,
+    EvaluationFlags,
     SampleFlags,
     CheckpointFlags,
     FaultFlags,

@@ -186,8 +186,8 @@ class Muon(nn.Cell):
             state.requires_grad = False
         others = [parameters[i] for i in self.adam_places]
         of_adam = scales.of(self.adam_places) if scales else None
-        adam = (beta1, beta2, adam_epsilon, weight_decay)
-        self.adam = adamw(others, state_dtype, *adam, bias_correction=True, scales=of_adam) if others else None
+        adam: dict[str, Any] = {"beta1": beta1, "beta2": beta2, "epsilon": adam_epsilon, "weight_decay": weight_decay}
+        self.adam = adamw(others, state_dtype, **adam, bias_correction=True, scales=of_adam) if others else None
         self.nesterov, self.weight_decay, self.adam_rate_factor = nesterov, weight_decay, adam_rate_factor
         dtype = self.matrices[0].dtype if self.muon_places else mstype.float32
         self.momentum = Tensor(momentum, dtype)

@@ -9,7 +9,6 @@ a step stays as it is. With beta2 = 0.999 a step shrinks v by 0.1 % at most, so 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -133,10 +132,8 @@ class NarrowAdamW(AdamW):
         return done
 
 
-def adamw(
-    parameters: list[Parameter], state_dtype: StateDtype, *numbers: float, on_host: bool = False, **settings: Any
-) -> AdamW:
-    """Create an AdamW with moments of a type; `numbers` and `settings` are those of `AdamW`. On the host they are float32."""
-    kind: Any = NarrowAdamW if state_dtype == "bfloat16" else partial(AdamW, on_host=on_host)
-    optimizer: AdamW = kind(parameters, *numbers, **settings)
-    return optimizer
+def adamw(parameters: list[Parameter], state_dtype: StateDtype, on_host: bool = False, **settings: Any) -> AdamW:
+    """Create an AdamW with moments of a type; `settings` are those of `AdamW`. On the host they are float32."""
+    if state_dtype == "bfloat16":
+        return NarrowAdamW(parameters, **settings)
+    return AdamW(parameters, on_host=on_host, **settings)

@@ -44,7 +44,9 @@ def stroke(index: int) -> str:
 
 def page(runs: Sequence[RecordedRun]) -> str:
     """The HTML file."""
-    charts = [chart(runs, metric, title) for metric, title in CHARTS if any(run.points(metric) for run in runs)]
+    evaluated = sorted({name for run in runs for line in run.lines for name in line if _is_score(name)})
+    curves = [*CHARTS, *((name, name.removeprefix("evaluation/")) for name in evaluated)]
+    charts = [chart(runs, metric, title) for metric, title in curves if any(run.points(metric) for run in runs)]
     return (
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
         "<meta name='viewport' content='width=device-width,initial-scale=1'>"
@@ -66,6 +68,11 @@ def table(runs: Sequence[RecordedRun]) -> str:
 
 def _align(name: str) -> str:
     return " class='n'" if name in NUMBERS else ""
+
+
+def _is_score(metric: str) -> bool:
+    """Whether a metric is a score of --eval-tasks, not its standard error."""
+    return metric.startswith("evaluation/") and not metric.endswith("_stderr")
 
 
 def chart(runs: Sequence[RecordedRun], metric: str, title: str) -> str:

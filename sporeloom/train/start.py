@@ -33,6 +33,7 @@ from sporeloom.train.adafactor import Adafactor
 from sporeloom.train.checks import is_sharded
 from sporeloom.train.config import Run
 from sporeloom.train.ema import WithAverages
+from sporeloom.train.evaluations import Evaluations
 from sporeloom.train.groups import Scales
 from sporeloom.train.history import History
 from sporeloom.train.loading import leave_undrawn
@@ -70,6 +71,8 @@ class Training:
     """Losses of validation sets, where the run has some."""
     samples: Samples | None = None
     """Texts for given prompts, where the run has some."""
+    evaluations: Evaluations | None = None
+    """Scores on benchmarks, where the run has some."""
     profile: Profile | None = None
     """Recorder of some steps."""
     times: RunTimes = dataclasses.field(default_factory=RunTimes)
@@ -113,6 +116,9 @@ def start(run: Run) -> Training:
         training.validation = Validation(engine, net, sets, given.validate_every, given.early_stopping_patience)
     if sampler := task.sampler(net):
         training.samples = Samples(engine, net, sampler, config.prompts(), config.output_dir, config.evaluate_every)
+    if config.eval_tasks:  # the harness takes seconds to load
+        evaluator = import_module("sporeloom.tasks.benchmarks").TaskEvaluator(run, engine, net, task.tokenizer)
+        training.evaluations = Evaluations(engine, net, evaluator, config.eval_every)
     if steps := config.profiled_steps():
         training.profile = Profile(engine, config.output_dir, steps)
     what = f"{config.model_name()}: {num_parameters(run.model):,} parameters"

@@ -25,6 +25,7 @@ from sporeloom.runtime.engine import Engine
 from sporeloom.runtime.environment import is_first_process
 from sporeloom.train.config import FLOAT32_BYTES, Run
 from sporeloom.train.elastic_start import ElasticStart
+from sporeloom.train.evaluations import Evaluations
 from sporeloom.train.export import write_model
 from sporeloom.train.folder import clear, point_to
 from sporeloom.train.history import History
@@ -206,6 +207,8 @@ def run_steps(
             last_step = step if _is_over(training, step) else run.config.steps
             if training.samples and not is_spike and training.samples.is_due(step, last_step):
                 _sample(training, training.samples, step)
+            if training.evaluations and not is_spike and training.evaluations.is_due(step, last_step):
+                metrics = _evaluated(training, training.evaluations, metrics)
             with saver.saving_after_an_error(step):
                 if writer:
                     writer.write(metrics)
@@ -233,6 +236,19 @@ def _is_over(training: Training, step: int) -> bool:
 def _sample(training: Training, samples: Samples, step: int) -> None:
     with training.times.measure("evaluation"):
         samples.write(step)
+
+
+def _evaluated(training: Training, evaluations: Evaluations, metrics: StepMetrics) -> StepMetrics:
+    """Metrics of a step with the scores on benchmarks after it."""
+    with training.times.measure("evaluation"):
+        scores = evaluations.metrics()
+    told = ", ".join(
+        f"{name.removeprefix('evaluation/')} {value:.4f}"
+        for name, value in scores.items()
+        if not name.endswith("_stderr")
+    )
+    training.say(f"step {metrics.step}: evaluation {told}")
+    return dataclasses.replace(metrics, more={**metrics.more, **scores})
 
 
 def _one_step(training: Training, step: int) -> StepMetrics:

@@ -130,15 +130,14 @@ def test_a_mesh_equals_one_device(expected, tmp_path, name):
 def test_with_bfloat16_states_a_mesh_equals_one_device(expected, tmp_path):
     """Muon's momentum and the moments of its AdamW: the random numbers of their rounding do not depend on the mesh."""
     found = {}
-    for name in ("one_device", "dp2_tp2_zero", "tp2_pp2"):
+    for name in ("one_device", "dp2_tp2_zero"):
         path, out = CONFIGS / f"pangu_tiny_{name}.yaml", tmp_path / name
         where = {} if name == "one_device" else {"processes": load_strategy(path).mesh.size}
         call(WORKER, "train_optimizer", path if where else name, ["codegeex4", "muon", "narrow"], out, **where)
         found[name] = json.loads(out.with_suffix(".json").read_text()), np.load(out.with_suffix(".npz"))
-    losses, weights = found.pop("one_device")
+    (losses, weights), (other_losses, other) = found.values()
     np.testing.assert_allclose(losses, expected[0], rtol=1e-3)
     assert any(np.any(weights[key] != expected[1][key]) for key in weights.files)
-    for other_losses, other in found.values():
-        np.testing.assert_allclose(other_losses, losses, rtol=1e-5)
-        for key in weights.files:  # the last bit of a gradient may decide how a state is rounded
-            assert np.sqrt(((other[key] - weights[key]) ** 2).mean()) <= 1e-5, key
+    np.testing.assert_allclose(other_losses, losses, rtol=1e-5)
+    for key in weights.files:  # the last bit of a gradient may decide how a state is rounded
+        assert np.sqrt(((other[key] - weights[key]) ** 2).mean()) <= 1e-5, key

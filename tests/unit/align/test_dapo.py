@@ -12,6 +12,7 @@ import pytest
 from mindspore import Tensor
 
 from sporeloom.align.advantages import has_contrast, overlong_penalties
+from sporeloom.align.reward_server import ServerLimits
 from sporeloom.align.rewards import load_reward, rewards_of
 from sporeloom.core.errors import ConfigError
 from sporeloom.nn.objectives import Policy
@@ -149,14 +150,26 @@ def test_settings_that_contradict_each_other_are_refused():
 
 @pytest.fixture
 def server(monkeypatch):
-    """A server that rewards the length of completions times a column; at /short it forgets one, /broken fails."""
+    """A server that rewards the length of completions times a column; at /short it forgets one, /broken fails, /restarting
+    does the first two times, /silent never answers."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
 
+    done = threading.Event()
+
     class Handler(BaseHTTPRequestHandler):
+        paths = []
+
         def do_POST(self):
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            if self.path == "/broken":
+            Handler.paths.append(self.path)
+            if self.path == "/broken" or (self.path == "/restarting" and Handler.paths.count(self.path) < 3):
                 self.send_error(503)
+                return
+            if self.path == "/gone":
+                self.send_error(404)
+                return
+            if self.path == "/silent":
+                done.wait(20)
                 return
             rewards = [len(text) * factor for text, factor in zip(asked["completions"], asked["factor"], strict=True)]
             answer = {"/short": {"rewards": rewards[1:]}, "/other": [1.0, 2.0]}.get(self.path, {"rewards": rewards})
@@ -171,17 +184,19 @@ def server(monkeypatch):
 
     with HTTPServer(("127.0.0.1", 0), Handler) as one:
         threading.Thread(target=one.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{one.server_port}"
+        yield SimpleNamespace(url=f"http://127.0.0.1:{one.server_port}", paths=Handler.paths)
+        done.set()
         one.shutdown()
 
 
-def asked(url):
+def asked(url, **limits):
     lines = [{"prompt": "a", "factor": 2}, {"prompt": "b", "factor": 3}]
-    return rewards_of(url, load_reward(url), ["a", "b"], ["one", "three"], lines)
+    reward = load_reward(url, ServerLimits(**{"retries": 0, "first_wait_s": 0.01, **limits}))
+    return rewards_of(url, reward, ["a", "b"], ["one", "three"], lines)
 
 
 def test_a_server_rewards_texts_by_columns_of_their_lines(server):
-    assert asked(f"{server}/score") == [6.0, 15.0]
+    assert asked(f"{server.url}/score") == [6.0, 15.0]
 
 
 @pytest.mark.parametrize(
@@ -190,7 +205,36 @@ def test_a_server_rewards_texts_by_columns_of_their_lines(server):
 )
 def test_a_server_that_fails_is_named(server, path, told):
     with pytest.raises(ConfigError, match=told):
-        asked(f"{server}/{path}")
+        asked(f"{server.url}/{path}")
+
+
+def test_a_server_that_restarts_is_asked_again(server, capsys):
+    assert asked(f"{server.url}/restarting", retries=2) == [6.0, 15.0]
+    assert server.paths == ["/restarting"] * 3
+    assert "the server answered 503 Service Unavailable; asking again in 0.02 s, 1 times at most" in "".join(
+        capsys.readouterr()
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "limits", "told", "requests"),
+    [
+        ("broken", {"retries": 2}, r"after 3 requests \(--reward-retries\): the server answered 503", 3),
+        ("gone", {"retries": 2}, "the server answered 404", 1),
+        ("short", {"retries": 2}, "returned 1 numbers for 2 texts", 1),
+        ("silent", {"timeout_s": 0.2}, r"the server was silent for 0.2 s \(--reward-timeout-s\)", 1),
+    ],
+)
+def test_requests_are_repeated_where_that_may_help_alone(server, path, limits, told, requests):
+    with pytest.raises(ConfigError, match=told):
+        asked(f"{server.url}/{path}", **limits)
+    assert server.paths == [f"/{path}"] * requests
+
+
+def test_waits_double_up_to_a_minute_or_are_what_the_server_says():
+    limits = ServerLimits()
+    assert [limits.wait_s(attempt, None) for attempt in (0, 1, 2, 9)] == [1, 2, 4, 60]
+    assert [limits.wait_s(0, asked) for asked in ("7", "900", "soon", "-1")] == [7, 60, 1, 1]
 
 
 def test_a_server_that_is_not_there_is_named(server):

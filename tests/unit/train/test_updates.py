@@ -69,6 +69,7 @@ def training_of(norms, monkeypatch, skip_steps=(), scaled=True, optimizer=None):
         guard=None,
         validation=None,
         samples=None,
+        evaluations=None,
         profile=None,
         updates=0,
         times=RunTimes(),

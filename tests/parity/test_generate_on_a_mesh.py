@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same tokens under every mesh: greedy, sampled with a seed, with penalties, with int8 and int4 weights, a cache of int8."""
+"""The same tokens under every mesh: greedy, sampled with a seed, with penalties, with int8 and int4 weights, int8 caches."""
 
 import json
 

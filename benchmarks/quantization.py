@@ -103,8 +103,8 @@ def main() -> None:
             print(*case, *found[case], flush=True)
     exact = found["float32", "auto"][0]
     lines = [
-        f"A model of 1 million parameters (`--size embedded_tiny`), {arguments.steps} steps of {BATCH} x {MAX_TOKENS} tokens on "
-        f"poems; perplexity of {len(poems)} poems by poets that it has not read, through the KV cache; load {load:.1f}. "
+        f"A model of 1 million parameters (`--size embedded_tiny`), {arguments.steps} steps of {BATCH} x {MAX_TOKENS} tokens "
+        f"on poems; perplexity of {len(poems)} poems by poets that it has not read, through the KV cache; load {load:.1f}. "
         "Embedding and head are int8 with every int4.",
         "",
         "| weights | KV cache | perplexity | against float32 | MB of weights | MB of cache (256 slots) |",

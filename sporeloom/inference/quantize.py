@@ -67,7 +67,7 @@ def _usable(scale: NDArray[np.float32]) -> NDArray[np.float32]:
 def packed(q: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Bytes of int4 numbers (..., in) -> (..., in/32, 16)."""
     halves = q.reshape(*q.shape[:-1], -1, 2, BLOCK // 2)
-    return halves[..., 0, :] | (halves[..., 1, :] << 4)
+    return np.bitwise_or(halves[..., 0, :], halves[..., 1, :] << 4, dtype=np.uint8)
 
 
 def dequantized(matrix: Int4) -> NDArray[np.float32]:

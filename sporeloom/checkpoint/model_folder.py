@@ -196,8 +196,10 @@ def _published_weights(folder: Path) -> FolderWeights:
     def read(name: str, part: TensorSlice) -> NDArray[Any]:
         return np.concatenate(list(read_slice(rows[name], part)))
 
-    packed: dict[str, Any] = {"packed": source.weights, "read_int4": source.read_int4} if source.packed else {}
-    return FolderWeights(source.shapes, read, **packed)  # `open_published` has compared the contents with their hashes
+    # `open_published` has compared the contents with their hashes.
+    return FolderWeights(
+        source.shapes, read, packed=source.weights, read_int4=source.read_int4 if source.packed else None
+    )
 
 
 def _weights_of_state(folder: Path) -> FolderWeights:

@@ -86,7 +86,9 @@ class PackedMatrix:
             if part != "scales" and tensor.dtype != "int32"
         ]
         if not out or problems:
-            raise ConfigError(problems or [f"{self.name}.qweight is {self.parts['qweight'].shape}; it is no matrix"])
+            raise ConfigError(
+                problems or [f"{self.name}.qweight is {self.parts['qweight'].shape}; it must be a matrix"]
+            )
 
     def numbers(self) -> tuple[Int4, NDArray[np.int64]]:
         """The matrix, and the group of each column.

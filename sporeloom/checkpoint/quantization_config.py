@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the matrices of a published folder are quantized: `quantization_config` of its config.json, or the file of its own that
-AutoGPTQ (quantize_config.json) and AutoAWQ (quant_config.json) write.
+"""The quantization of the matrices of a published folder: `quantization_config` of its config.json, or the file of its
+own that AutoGPTQ (quantize_config.json) and AutoAWQ (quant_config.json) write.
 
 Source: BaseQuantizeConfig of AutoGPTQ (github.com/AutoGPTQ/AutoGPTQ, auto_gptq/quantization/config.py), QuantizeConfig of
 GPTQModel (github.com/ModelCloud/GPTQModel, gptqmodel/quantization/config.py), AwqConfig of AutoAWQ
@@ -54,11 +54,11 @@ class Quantization:
     group_size: int
     """Columns of a row that share a scale; -1: all."""
     zero_offset: int = 0
-    """What is added to stored zero points."""
+    """Number that is added to stored zero points."""
 
 
 def read_quantization(folder: Path, config: Mapping[str, Any]) -> Quantization | None:
-    """How the matrices of a published folder with this config.json are quantized; None: they are not.
+    """Read the quantization of the matrices of a published folder with this config.json; None: there is none.
 
     Raises:
         ConfigError: a method or a layout that is not read here, by all keys that say so.

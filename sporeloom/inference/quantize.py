@@ -23,7 +23,7 @@ from sporeloom.nn.moe import ExpertLinear
 from sporeloom.nn.replace import replace_cell
 from sporeloom.strategy.tensor_slice import TensorSlice
 
-LEAST, MOST = -8, 7
+MIN_INT4, MAX_INT4 = -8, 7
 """Range of int4."""
 
 
@@ -53,9 +53,9 @@ def int4_of(exact: NDArray[np.float32], weights: WeightFormat) -> Int4:
         zero = np.rint(-low / scale)
     else:
         furthest = np.take_along_axis(groups, np.abs(groups).argmax(-1)[..., None], -1)[..., 0]
-        scale = _usable(furthest / np.float32(LEAST))
-        zero = np.full(scale.shape, -LEAST, np.float32)
-    q = np.clip(np.rint(groups / scale[..., None]) + zero[..., None], 0, MOST - LEAST)
+        scale = _usable(furthest / np.float32(MIN_INT4))
+        zero = np.full(scale.shape, -MIN_INT4, np.float32)
+    q = np.clip(np.rint(groups / scale[..., None]) + zero[..., None], 0, MAX_INT4 - MIN_INT4)
     return Int4(q.reshape(exact.shape).astype(np.uint8), scale, zero.astype(np.uint8))
 
 
@@ -67,7 +67,7 @@ def _usable(scale: NDArray[np.float32]) -> NDArray[np.float32]:
 def packed(q: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Bytes of int4 numbers (..., in) -> (..., in/32, 16)."""
     halves = q.reshape(*q.shape[:-1], -1, 2, BLOCK // 2)
-    return halves[..., 0, :] | (halves[..., 1, :] << 4)
+    return np.bitwise_or(halves[..., 0, :], halves[..., 1, :] << 4, dtype=np.uint8)
 
 
 def dequantized(matrix: Int4) -> NDArray[np.float32]:

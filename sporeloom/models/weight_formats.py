@@ -18,7 +18,7 @@ BLOCK = 32
 BY_ROWS = ("output", "down")
 """Matrices whose columns, not rows, tensor parallel ranks share."""
 WHOLE_ROW = 0
-"""As a group size: the columns of a row are one group."""
+"""Group size of a row whose columns are one group."""
 
 WEIGHTS_HELP = (
     "number type of matrices; int8: a quarter of the memory, with a scale for each output channel; int4: an eighth, with a "
@@ -29,7 +29,7 @@ WEIGHTS_HELP = (
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How matrices are held. Embeddings, the head and the matrix that latent attention absorbs have at least 8 bits."""
+    """Format of matrices. Embeddings, the head and the matrix that latent attention absorbs have at least 8 bits."""
 
     name: str
     bits: Literal[32, 8, 4]

@@ -5,7 +5,7 @@ from mindspore import Parameter, nn, ops
 from mindspore import dtype as mstype
 from mindspore.common.initializer import initializer
 
-LEAST = 1e-30
+MIN_SIZE = 1e-30
 """Magnitude below which a vector counts as 0."""
 
 
@@ -68,7 +68,7 @@ class KVCache(KeyCache):
         return self.pick_keys(keys, row, 0), self.pick_values(values, row, 0)
 
     def operands(self):
-        """What a kernel reads and writes."""
+        """Parameters that a kernel reads and writes."""
         return (self.keys, self.values)
 
 
@@ -83,7 +83,7 @@ class VectorQuantizer(nn.Cell):
 
     def construct(self, x):
         x = self.cast(x, mstype.float32)
-        scale = self.scale(self.usable(self.furthest(self.size(x), -1), LEAST), 127.0)
+        scale = self.scale(self.usable(self.furthest(self.size(x), -1), MIN_SIZE), 127.0)
         return self.narrow(self.round(self.divide(x, scale)), mstype.int8), scale
 
 
@@ -117,5 +117,5 @@ class Int8KVCache(KeyCache):
         return self.widen(keys, self.dtype), self.widen(values, self.dtype)
 
     def operands(self):
-        """What a kernel reads and writes."""
+        """Parameters that a kernel reads and writes."""
         return (self.keys, self.values, self.key_scales, self.value_scales)

@@ -9,6 +9,7 @@ from sporeloom.runtime.engine import Engine
 from sporeloom.runtime.environment import launched_processes
 
 NEW_TOKENS = 16
+KV_INT8 = ", KV int8"
 SAMPLINGS = {
     "greedy": {},
     "sampled": {"temperature": 1.0, "top_p": 0.95, "seed": 11},
@@ -22,7 +23,8 @@ def generate(checkpoint, prompts, strategy, *more):
         common = {"checkpoint": Path(checkpoint), "prompt_file": Path(prompts), "max_new_tokens": NEW_TOKENS}
         common |= {
             "strategy": None if strategy == "one_device" else Path(strategy),
-            "weights": weights,
+            "weights": weights.removesuffix(KV_INT8),
+            "kv_cache": "int8" if weights.endswith(KV_INT8) else "auto",
             "batch_size": 2,
         }
         job = check(GenerateConfig(**common), launched_processes())

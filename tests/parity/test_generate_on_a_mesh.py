@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same tokens under every mesh: greedy, sampled with a seed, with penalties, with int8 and int4 weights."""
+"""The same tokens under every mesh: greedy, sampled with a seed, with penalties, with int8 and int4 weights, int8 caches."""
 
 import json
 
@@ -11,7 +11,7 @@ from sporeloom.strategy.loader import load_strategy
 
 WORKER = "tests/parity/generate_worker.py"
 NAMES = ("dp2_tp2", "tp2_pp2")
-INT4 = ("int4-g32", "int4-asym-g64")
+INT4 = ("int4-g32", "int4-asym-g64, KV int8")
 
 pytestmark = pytest.mark.slow
 

@@ -134,9 +134,9 @@ def main():
         f"{seen[-1] / first - 1:+.1%}.",
         "",
         f"Before, with {INPUT} tokens in and {OUTPUT} out: {full[0]:.0f} tokens/s with 1 client, {full[1]:.0f} with 8. A "
-        "single client has the places of the other sequences for its drafts, and its random texts repeat themselves. A server "
-        f"without adapters and drafts: {plain[0]:.0f} and {plain[1]:.0f}, {plain[1] / plain[0]:.1f} times. Of so small a model "
-        "HTTP takes most of the time; `benchmarks/results/serve.md` has one of 350M dimensions.",
+        "single client has the places of the other sequences for its drafts, and its random texts repeat themselves. "
+        f"A server without adapters and drafts: {plain[0]:.0f} and {plain[1]:.0f}, {plain[1] / plain[0]:.1f} times. "
+        "Of so small a model HTTP takes most of the time; `benchmarks/results/serve.md` has one of 350M dimensions.",
     ]
     print("\n".join([*wrong[:10], *lines]))
     if wrong:

@@ -61,7 +61,7 @@ def build(folder: Path, num_layers: int = 2) -> None:
     family, model = load_config(folder / "town")
     draw = np.random.default_rng(1)
     for name, lora in ADAPTERS.items():
-        # As large as trained ones: with four times as large ones, differences of rounding grow forty-fold.
+        # Changes smaller than the matrices: with four times as large adapters, differences of rounding grow forty-fold.
         weights = {path: draw.normal(0, 0.05, shape).astype(np.float32) for path, shape in lora.shapes(model).items()}
         write_adapter(folder / name, Adapter(lora, weights), family, model, folder / "town")
 

@@ -35,7 +35,7 @@ from sporeloom.nn.norm import RMSNorm
 
 SWITCH = "SPORELOOM_KERNELS"
 """Environment variable: 0 computes with MindSpore's operators alone."""
-SOURCE = Path(__file__).with_name("kernels.c")
+SOURCES = Path(__file__).with_name("native")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-pthread", "-shared", "-fPIC")
 BUILD_S = 120.0
 BLOCK_KINDS = (DecoderLayer, ParallelBlock, SandwichLayer)
@@ -105,7 +105,7 @@ def num_threads() -> int:
 
 
 def _build(compiler: str, path: Path) -> None:
-    command = [compiler, *FLAGS, str(SOURCE), "-o", str(path), "-lm"]
+    command = [compiler, *FLAGS, str(SOURCES / "kernels.c"), "-o", str(path), "-lm"]
     subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_S)
 
 
@@ -116,7 +116,8 @@ def _fingerprint(compiler: str) -> str:
     )
     cpu = next((line for line in split_lines(found) if line.startswith(("flags", "Features"))), platform.machine())
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    return hashlib.sha256("\0".join([SOURCE.read_text(), *FLAGS, version, cpu]).encode()).hexdigest()[:32]
+    texts = [path.read_text() for path in sorted(SOURCES.glob("*.[ch]"))]
+    return hashlib.sha256("\0".join([*texts, *FLAGS, version, cpu]).encode()).hexdigest()[:32]
 
 
 def use_kernels(net: nn.Cell, library: Path) -> int:

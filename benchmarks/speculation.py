@@ -66,7 +66,8 @@ class Bench:
 
     def answers(self, pairs, speculation, cache=None):
         """(seconds to the first tokens, seconds of all further ones, tokens)."""
-        from sporeloom.inference.scheduler import NewToken, Request, Scheduler  # noqa: PLC0415
+        from sporeloom.inference.requests import NewToken, Request  # noqa: PLC0415
+        from sporeloom.inference.scheduler import Scheduler  # noqa: PLC0415
 
         scheduler = Scheduler(self.decoding, self.engine, cache, speculation)
         for prompt, answer in pairs:

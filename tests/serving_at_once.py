@@ -4,7 +4,7 @@
 from pathlib import Path
 from types import SimpleNamespace
 
-from sporeloom.inference.scheduler import NewToken
+from sporeloom.inference.requests import NewToken
 from sporeloom.serve.config import ServeConfig, ServedModel, ServeJob
 from sporeloom.strategy.config import SINGLE_DEVICE
 

@@ -28,8 +28,9 @@ from sporeloom.evaluation.harness_config import Harness, HarnessConfig
 from sporeloom.evaluation.harness_options import read_options
 from sporeloom.evaluation.written_chats import WrittenChats
 from sporeloom.inference.config import GenerateJob
+from sporeloom.inference.requests import Failure, PromptScores, Request
 from sporeloom.inference.sampling import Sampler, SamplingConfig
-from sporeloom.inference.scheduler import Failure, PromptScores, Request, Scheduler
+from sporeloom.inference.scheduler import Scheduler
 from sporeloom.inference.session import Session, open_session
 from sporeloom.runtime.engine import Engine
 

@@ -13,8 +13,9 @@ from sporeloom.inference.draft_model import open_speculation
 from sporeloom.inference.growing_text import GrowingText
 from sporeloom.inference.mixed import cached
 from sporeloom.inference.model import load_model
+from sporeloom.inference.requests import FinishReason, NewToken, Request
 from sporeloom.inference.sampling import Sampler, SamplingConfig
-from sporeloom.inference.scheduler import FinishReason, NewToken, Request, generate
+from sporeloom.inference.scheduler import generate
 from sporeloom.inference.speculation import Speculation
 from sporeloom.inference.stopping import StopCondition, at_text, first_of, held_back
 from sporeloom.runtime.engine import Engine

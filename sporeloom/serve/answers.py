@@ -15,8 +15,8 @@ from typing import Any
 
 from sporeloom.core.json_text import json_text
 from sporeloom.data.tokenizer import Tokenizer
+from sporeloom.inference.requests import NewToken
 from sporeloom.inference.sampling import Processor, TokenScore, finite
-from sporeloom.inference.scheduler import NewToken
 from sporeloom.inference.session import Completion, StopConditions
 from sporeloom.serve.config import ServedModel
 from sporeloom.serve.fields import RequestError

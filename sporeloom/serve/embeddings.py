@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sporeloom.inference.requests import Event, PromptEmbedding
 from sporeloom.inference.sampling import SamplingConfig
-from sporeloom.inference.scheduler import Event, PromptEmbedding
 from sporeloom.serve.config import ServedModel, ServeJob
 from sporeloom.serve.fields import Fields, RequestError, shown, text_of, token_ids
 from sporeloom.serve.metrics import Metrics, Timing

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from sporeloom.inference.scheduler import NewToken
+from sporeloom.inference.requests import NewToken
 from sporeloom.serve.service import Service
 
 PREFIX = "sporeloom:"

@@ -29,15 +29,9 @@ from sporeloom.inference.mixed import cached, takes
 from sporeloom.inference.model import load_model
 from sporeloom.inference.pooling import Pooling
 from sporeloom.inference.prefix_cache import prefix_cache
+from sporeloom.inference.requests import Event, Failure, InternalError, PromptEmbedding, Request
 from sporeloom.inference.sampling import Processor, Sampler, SamplingConfig, add_bias
-from sporeloom.inference.scheduler import (
-    Event,
-    Failure,
-    InternalError,
-    PromptEmbedding,
-    Request,
-    Scheduler,
-)
+from sporeloom.inference.scheduler import Scheduler
 from sporeloom.models.slots import num_slots_for
 from sporeloom.runtime.engine import Engine
 from sporeloom.serve.adapter_slots import AdapterLoad, AdapterSlots, ModelGoneError

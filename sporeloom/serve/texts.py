@@ -14,8 +14,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import StreamingResponse
 from starlette.types import Send
 
+from sporeloom.inference.requests import Event, Failure, NewToken, PromptScores
 from sporeloom.inference.sampling import GrammarError, NoTokenError
-from sporeloom.inference.scheduler import Event, Failure, NewToken, PromptScores
 from sporeloom.serve.adapter_slots import ModelGoneError
 from sporeloom.serve.answers import Answer, Choice
 from sporeloom.serve.config import ServedModel

@@ -13,8 +13,9 @@ from mindspore import nn
 from sporeloom.data.examples import Example, PromptLine
 from sporeloom.inference.mixed import cached
 from sporeloom.inference.model import CACHE, build_model
+from sporeloom.inference.requests import Request
 from sporeloom.inference.sampling import Sampler, SamplingConfig
-from sporeloom.inference.scheduler import Request, generate
+from sporeloom.inference.scheduler import generate
 from sporeloom.models.slots import num_slots_for
 from sporeloom.runtime.engine import Engine
 from sporeloom.train.config import Run

@@ -14,8 +14,9 @@ from sporeloom.inference.draft_model import open_speculation
 from sporeloom.inference.mixed import cached
 from sporeloom.inference.model import load_model
 from sporeloom.inference.prefix_cache import prefix_cache
+from sporeloom.inference.requests import NewToken, Request
 from sporeloom.inference.sampling import Sampler, SamplingConfig
-from sporeloom.inference.scheduler import NewToken, Request, Scheduler
+from sporeloom.inference.scheduler import Scheduler
 from sporeloom.inference.session import StopConditions
 from sporeloom.inference.speculation import NgramDrafter, Speculation
 from sporeloom.inference.speculation_config import SpeculationFlags, read_draft

@@ -7,8 +7,9 @@ from sporeloom.checkpoint.adapters import read_adapter
 from sporeloom.checkpoint.model_folder import load_config
 from sporeloom.inference.decoding import CachedDecoder
 from sporeloom.inference.model import load_model
+from sporeloom.inference.requests import Request
 from sporeloom.inference.sampling import Sampler, SamplingConfig
-from sporeloom.inference.scheduler import Request, Scheduler
+from sporeloom.inference.scheduler import Scheduler
 from sporeloom.runtime.engine import Engine
 from sporeloom.strategy.config import SINGLE_DEVICE
 from sporeloom.strategy.loader import load_strategy

@@ -11,8 +11,9 @@ from sporeloom.checkpoint.model_folder import load_config
 from sporeloom.inference.decoding import CachedDecoder
 from sporeloom.inference.mixed import cached
 from sporeloom.inference.model import CACHE, load_model
+from sporeloom.inference.requests import Failure, NewToken, Request
 from sporeloom.inference.sampling import Sampler, SamplingConfig
-from sporeloom.inference.scheduler import Failure, NewToken, Request, Scheduler
+from sporeloom.inference.scheduler import Scheduler
 from sporeloom.runtime.engine import Engine
 from sporeloom.strategy.config import SINGLE_DEVICE
 from sporeloom.strategy.loader import load_strategy

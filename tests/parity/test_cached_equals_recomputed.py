@@ -15,8 +15,9 @@ from sporeloom.checkpoint.model_folder import load_config, save_checkpoint
 from sporeloom.inference.decoding import CachedDecoder, UncachedDecoder
 from sporeloom.inference.mixed import RaggedDecoder
 from sporeloom.inference.model import load_model
+from sporeloom.inference.requests import Request
 from sporeloom.inference.sampling import Sampler, SamplingConfig
-from sporeloom.inference.scheduler import Request, generate
+from sporeloom.inference.scheduler import generate
 from sporeloom.models.family import family_module, size_config
 from sporeloom.models.weight_formats import WEIGHT_FORMATS
 from sporeloom.nn.linear import MAX_KERNEL_ROWS

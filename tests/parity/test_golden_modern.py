@@ -18,8 +18,9 @@ from sporeloom.checkpoint.model_folder import load_config, load_weights
 from sporeloom.data.batch import document_positions
 from sporeloom.inference.decoding import CachedDecoder, UncachedDecoder
 from sporeloom.inference.model import load_model
+from sporeloom.inference.requests import Request
 from sporeloom.inference.sampling import Sampler, SamplingConfig
-from sporeloom.inference.scheduler import Request, generate
+from sporeloom.inference.scheduler import generate
 from sporeloom.models.family import family_module
 from sporeloom.runtime.engine import Engine
 from sporeloom.strategy.config import SINGLE_DEVICE

@@ -15,8 +15,9 @@ from sporeloom.core.errors import ConfigError, did_you_mean
 from sporeloom.inference.decoding import Decoding
 from sporeloom.inference.mixed import cached
 from sporeloom.inference.model import load_model
+from sporeloom.inference.requests import Request
 from sporeloom.inference.sampling import Sampler, SamplingConfig
-from sporeloom.inference.scheduler import Request, generate
+from sporeloom.inference.scheduler import generate
 from sporeloom.inference.score import Scorer
 from sporeloom.integrations.mindformers.config import CodeGeeXConfig, FamilyConfig, PaLMConfig, PanGuConfig
 from sporeloom.integrations.mindformers.library import mindformers

@@ -5,8 +5,9 @@ from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
 
+from sporeloom.inference.requests import Failure, NewToken, Request
 from sporeloom.inference.sampling import Sampler, SamplingConfig
-from sporeloom.inference.scheduler import Failure, NewToken, Request, Scheduler
+from sporeloom.inference.scheduler import Scheduler
 from sporeloom.inference.speculation import cut
 from sporeloom.strategy.config import SINGLE_DEVICE
 

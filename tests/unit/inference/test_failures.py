@@ -8,8 +8,9 @@ import pytest
 from test_scheduler import ENGINE, VOCAB, Chunked, alone, book, request
 
 from sporeloom.core.errors import ConfigError
+from sporeloom.inference.requests import Failure, InternalError, PromptScores, Request
 from sporeloom.inference.sampling import BadLogitsError, NoTokenError, Sampler, SamplingConfig
-from sporeloom.inference.scheduler import Failure, InternalError, PromptScores, Request, Scheduler, generate
+from sporeloom.inference.scheduler import Scheduler, generate
 from sporeloom.strategy.config import SINGLE_DEVICE
 
 OVERFLOWS = 49

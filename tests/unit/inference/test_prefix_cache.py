@@ -6,8 +6,9 @@ import pytest
 from recalling import ENGINE, VOCAB, Recalling, alone, answers, request
 
 from sporeloom.inference.prefix_cache import PrefixCache, prefix_cache
+from sporeloom.inference.requests import NewToken
 from sporeloom.inference.sampling import SamplingConfig
-from sporeloom.inference.scheduler import NewToken, Scheduler
+from sporeloom.inference.scheduler import Scheduler
 
 PROMPT = [token % VOCAB for token in range(40)]
 

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from sporeloom.inference.pooling import embedding
+from sporeloom.inference.requests import Failure, NewToken, PromptEmbedding, PromptScores, Request
 from sporeloom.inference.sampling import Sampler, SamplingConfig
-from sporeloom.inference.scheduler import Failure, NewToken, PromptEmbedding, PromptScores, Request, Scheduler
+from sporeloom.inference.scheduler import Scheduler
 from sporeloom.strategy.config import SINGLE_DEVICE
 
 ENGINE = SimpleNamespace(

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from sporeloom.data.tokenizer import text_prompt
+from sporeloom.inference.requests import Request
 from sporeloom.inference.sampling import Sampler, SamplingConfig
-from sporeloom.inference.scheduler import Request, generate
+from sporeloom.inference.scheduler import generate
 from sporeloom.inference.session import Session, StopConditions
 from sporeloom.strategy.config import SINGLE_DEVICE
 

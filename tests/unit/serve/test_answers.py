@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 from vocabularies import glm4_json
 
+from sporeloom.inference.requests import NewToken
 from sporeloom.inference.sampling import SamplingConfig, TokenScore
-from sporeloom.inference.scheduler import NewToken
 from sporeloom.inference.session import Completion, StopConditions
 from sporeloom.serve.answers import ChatAnswer, Choice, CompletionAnswer, usage
 from sporeloom.serve.requests import ChatRequest, CompletionRequest

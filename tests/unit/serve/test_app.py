@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from sporeloom.inference.requests import Failure, InternalError, NewToken
 from sporeloom.inference.sampling import BadLogitsError, GrammarError, NoTokenError, SamplingConfig
-from sporeloom.inference.scheduler import Failure, InternalError, NewToken
 from sporeloom.inference.session import Completion, StopConditions
 from sporeloom.serve.answers import Choice, CompletionAnswer
 from sporeloom.serve.fields import Fields, RequestError

@@ -6,8 +6,8 @@ import asyncio
 import pytest
 from scripted_service import Service
 
+from sporeloom.inference.requests import NewToken, PromptScores
 from sporeloom.inference.sampling import TokenScore
-from sporeloom.inference.scheduler import NewToken, PromptScores
 
 
 class Drawn(Service):

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from sporeloom.inference.cache import SlotTable
+from sporeloom.inference.requests import Failure, InternalError, NewToken
 from sporeloom.inference.sampling import BadLogitsError, NoTokenError, SamplingConfig
-from sporeloom.inference.scheduler import Failure, InternalError, NewToken, Scheduler
+from sporeloom.inference.scheduler import Scheduler
 from sporeloom.serve.adapter_slots import BUSY, AdapterLoad, AdapterSlots, ModelGoneError
 from sporeloom.serve.service import GenerationRequest, Service, ServiceFailure, _told
 from sporeloom.strategy.config import SINGLE_DEVICE

@@ -139,5 +139,8 @@ def test_with_bfloat16_states_a_mesh_equals_one_device(expected, tmp_path):
     np.testing.assert_allclose(losses, expected[0], rtol=1e-3)
     assert any(np.any(weights[key] != expected[1][key]) for key in weights.files)
     np.testing.assert_allclose(other_losses, losses, rtol=1e-5)
-    for key in weights.files:  # the last bit of a gradient may decide how a state is rounded
-        assert np.sqrt(((other[key] - weights[key]) ** 2).mean()) <= 1e-5, key
+    for (
+        key
+    ) in weights.files:  # the last bit of a gradient may decide how a state is rounded, in one of a thousand entries
+        apart, rounding = (np.sqrt(((weights[key] - from_[key]) ** 2).mean()) for from_ in (other, expected[1]))
+        assert apart <= 0.2 * rounding, (key, apart, rounding)  # other random numbers: 1.4

@@ -22,6 +22,8 @@ from pathlib import Path
 import psutil
 from report import ROOT, metrics, write_report
 
+from sporeloom.core.lines import split_lines
+
 TEXT = ROOT / "examples" / "small_town.txt"
 MODEL = ROOT / "tests" / "two_layers.json"
 STRATEGIES = ("pangu_tiny_dp2_tp2", "pangu_tiny_dp4_zero", "pangu_tiny_dp2_pp2", "pangu_tiny_tp2_pp2")
@@ -46,11 +48,11 @@ class Run:
 
     def events(self):
         path = self.out / "elastic.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [json.loads(line) for line in split_lines(path.read_text())] if path.exists() else []
 
     def steps_done(self):
         path = self.out / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
+        lines = split_lines(path.read_text()) if path.exists() else []
         return len(lines)
 
     def ranks(self):

@@ -17,6 +17,8 @@ from pathlib import Path
 import numpy as np
 from report import ROOT, sporeloom, write_report
 
+from sporeloom.core.lines import split_lines
+
 RESULT = Path(__file__).resolve().parent / "results" / "quantization.md"
 POEMS = ROOT.parent / "shared" / "data" / "zh_poetry.jsonl"
 CASES = [
@@ -38,7 +40,7 @@ def is_held_out(text: str) -> bool:
 
 def split(folder: Path) -> tuple[Path, list[str]]:
     """The file to train on, and the poems that are held out."""
-    lines = POEMS.read_text(encoding="utf-8").splitlines()
+    lines = split_lines(POEMS.read_text(encoding="utf-8"))
     held_out = [json.loads(line)["text"] for line in lines if is_held_out(json.loads(line)["text"])]
     path = folder / "poems.jsonl"
     known = [line for line in lines if not is_held_out(json.loads(line)["text"])]

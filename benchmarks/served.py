@@ -21,6 +21,7 @@ import numpy as np
 
 from sporeloom.checkpoint.adapters import Adapter, write_adapter
 from sporeloom.checkpoint.model_folder import load_config, save_checkpoint
+from sporeloom.core.lines import split_lines
 from sporeloom.data.tokenizer import load_tokenizer
 from sporeloom.models.adapters import LoRAConfig
 from sporeloom.models.family import size_config
@@ -71,7 +72,7 @@ def _vocabulary():
 
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXT.splitlines()), model_writer=model, model_type="bpe", vocab_size=900,
+        sentence_iterator=iter(split_lines(TEXT)), model_writer=model, model_type="bpe", vocab_size=900,
         byte_fallback=True, hard_vocab_limit=False, minloglevel=2,
         user_defined_symbols=[f"[unused{i}]" for i in range(4, 11)],  # the last one ends documents: id 9
     )  # fmt: skip

@@ -21,6 +21,7 @@ from sporeloom.core.document import read_text
 from sporeloom.core.errors import ConfigError, Problems
 from sporeloom.core.files import remove, write_text_atomically
 from sporeloom.core.json_text import json_text
+from sporeloom.core.lines import split_lines
 from sporeloom.core.log import counted, milestone
 from sporeloom.core.scratch import scratch_folder
 from sporeloom.runtime.launch import SPORELOOM, STOPPED, Ended, Jobs, run_job, too_many
@@ -320,7 +321,7 @@ def _step_of(states: Sequence[tuple[int, str, int]]) -> int:
 def _last_step(metrics: Path) -> int:
     """The last step whose metrics are there."""
     with contextlib.suppress(OSError, ValueError, LookupError):
-        lines = metrics.read_bytes().splitlines()
+        lines = split_lines(metrics.read_bytes())
         for line in reversed(lines[-2:]):
             with contextlib.suppress(ValueError):
                 return int(json.loads(line)["step"])

@@ -23,8 +23,9 @@ from sporeloom.inference.requests import Event, PromptEmbedding
 from sporeloom.inference.sampling import SamplingConfig
 from sporeloom.serve.config import ServedModel, ServeJob
 from sporeloom.serve.fields import Fields, RequestError, shown, text_of, token_ids
+from sporeloom.serve.generation import GenerationRequest
 from sporeloom.serve.metrics import Metrics, Timing
-from sporeloom.serve.service import GenerationRequest, Service, ServiceFailure
+from sporeloom.serve.service import Service, ServiceFailure
 from sporeloom.serve.texts import failed, notify_on
 
 MAX_INPUTS = 2048

@@ -8,14 +8,13 @@ so that all schedulers see one order.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import itertools
 import queue
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,16 +26,15 @@ from sporeloom.inference.cache import cache_bytes
 from sporeloom.inference.draft_model import open_speculation
 from sporeloom.inference.mixed import cached, takes
 from sporeloom.inference.model import load_model
-from sporeloom.inference.pooling import Pooling
 from sporeloom.inference.prefix_cache import prefix_cache
 from sporeloom.inference.requests import Event, Failure, InternalError, PromptEmbedding, Request
-from sporeloom.inference.sampling import Processor, Sampler, SamplingConfig, add_bias
 from sporeloom.inference.scheduler import Scheduler
 from sporeloom.models.slots import num_slots_for
 from sporeloom.runtime.engine import Engine
 from sporeloom.serve.adapter_slots import AdapterLoad, AdapterSlots, ModelGoneError
 from sporeloom.serve.config import CHUNK, MIXED_CHUNK, ServeJob
 from sporeloom.serve.fair_queue import FairQueue
+from sporeloom.serve.generation import GenerationRequest, broadcast_form, scheduled
 
 HEARTBEAT_S = 5.0
 """Maximum seconds that ranks wait for each other without requests: far below every time-out of a collective."""
@@ -44,36 +42,6 @@ HEARTBEAT_S = 5.0
 GB = 2**30
 
 State = Literal["loading", "ready", "draining", "failed"]
-
-
-@dataclass(frozen=True)
-class GenerationRequest:
-    """One text to generate."""
-
-    prompt: tuple[int, ...]
-    adapter: int
-    """Number of the adapter, see `ServedModel`."""
-    max_new_tokens: int
-    sampling: SamplingConfig
-    stream: int
-    """Number that separates its random numbers from those of other choices with the same seed."""
-    stop_ids: tuple[int, ...]
-    logit_bias: dict[int, float]
-    num_top: int
-    score_prompt: bool
-    """See `Request`."""
-    is_finished: Callable[[Sequence[int]], bool]
-    """Called on the rank with the server."""
-    cache_salt: str = ""
-    """See `Request`."""
-    processors: tuple[Processor, ...] = ()
-    """Processors of its logits, on the rank with the server, which is the one that chooses tokens."""
-    priority: int = 0
-    """Texts of a client with lower numbers get a row first."""
-    pooling: Pooling | None = None
-    """See `Request`."""
-    client: int = 0
-    """Number of the client's key; clients take turns, and share no prefix cache."""
 
 
 @dataclass(frozen=True)
@@ -281,7 +249,7 @@ class Service:
                 cancelled.append(["cancel", self._numbers[value]])
         opened = self._next_texts(len(cancelled))
         commands = cancelled + [["load", each.command] for each in self._loads]
-        commands += [["submit", _told(each.wanted)] for each in opened]
+        commands += [["submit", broadcast_form(each.wanted)] for each in opened]
         is_done = not commands and self.scheduler.is_idle
         if self._stop_at is not None and (is_done or time.monotonic() > self._stop_at):
             if not is_done:
@@ -347,28 +315,9 @@ class Service:
             self._book_waiting(mine.wanted.client, -1)
 
     def _request(self, told: dict[str, Any], mine: _Open | None) -> Request:
-        vocab_size, stop_ids = self._slots.vocab_size(told["adapter"]), tuple(told["stop_ids"])
-        bias = {int(token): value for token, value in told["logit_bias"].items()}
-        sampling = SamplingConfig(**{**told["sampling"], "banned_tokens": ()})
-        return Request(
-            prompt=told["prompt"],
-            max_new_tokens=told["max_new_tokens"],
-            sampler=Sampler(
-                sampling,
-                stop_ids,
-                vocab_size,
-                [*([add_bias(bias)] if bias else []), *(mine.wanted.processors if mine else ())],
-            ),
-            is_finished=mine.wanted.is_finished if mine else _never,
-            stream=told["stream"],
-            num_top=told["num_top"],
-            score_prompt=told["score_prompt"],
-            pooling=told["pooling"],
-            adapter=self._slots.slot_of(told["adapter"]) or 0,
-            adapter_id=told["adapter"],
-            cache_salt=told["cache_salt"],
-            client=told["client"],
-        )
+        number = told["adapter"]
+        slot, vocab_size = self._slots.slot_of(number) or 0, self._slots.vocab_size(number)
+        return scheduled(told, slot, vocab_size, mine.wanted if mine else None)
 
     def _cancel(self, number: int) -> None:
         self.scheduler.cancel(number)
@@ -390,15 +339,3 @@ class Service:
             drafted = scheduler.speculation
             counts = (drafted.num_drafts, drafted.drafted, drafted.accepted) if drafted else (0, 0, 0)
             self.load = Load(scheduler.num_running, scheduler.num_waiting, used, scheduler.reused_tokens, *counts)
-
-
-def _told(wanted: GenerationRequest) -> dict[str, Any]:
-    """The broadcast form of a text."""
-    values = {field.name: getattr(wanted, field.name) for field in dataclasses.fields(wanted)}
-    for name in ("is_finished", "processors", "priority"):  # which the other ranks do not need
-        del values[name]
-    return {**values, "sampling": dataclasses.asdict(wanted.sampling)}
-
-
-def _never(tokens: Sequence[int]) -> bool:
-    return False

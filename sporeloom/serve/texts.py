@@ -20,9 +20,10 @@ from sporeloom.serve.adapter_slots import ModelGoneError
 from sporeloom.serve.answers import Answer, Choice
 from sporeloom.serve.config import ServedModel
 from sporeloom.serve.fields import RequestError
+from sporeloom.serve.generation import GenerationRequest
 from sporeloom.serve.metrics import Metrics, Timing
 from sporeloom.serve.requests import ApiRequest
-from sporeloom.serve.service import GenerationRequest, Service, ServiceFailure
+from sporeloom.serve.service import Service, ServiceFailure
 
 Result = TypeVar("Result")
 

@@ -15,7 +15,8 @@ from sporeloom.inference.requests import Failure, InternalError, NewToken
 from sporeloom.inference.sampling import BadLogitsError, NoTokenError, SamplingConfig
 from sporeloom.inference.scheduler import Scheduler
 from sporeloom.serve.adapter_slots import BUSY, AdapterLoad, AdapterSlots, ModelGoneError
-from sporeloom.serve.service import GenerationRequest, Service, ServiceFailure, _told
+from sporeloom.serve.generation import GenerationRequest, broadcast_form
+from sporeloom.serve.service import Service, ServiceFailure
 from sporeloom.strategy.config import SINGLE_DEVICE
 
 VOCAB, OVERFLOWS = 8, 7
@@ -169,7 +170,7 @@ def test_texts_in_the_queue_are_told_when_the_service_fails(stopped):
 
 
 def test_every_rank_knows_the_client_as_owner_of_its_prompt(stopped):
-    told = [_told(wanted(client=client, cache_salt="s")) for client in (0, 1)]
+    told = [broadcast_form(wanted(client=client, cache_salt="s")) for client in (0, 1)]
     owners = [stopped._request(each, None).owner for each in told]  # a rank without the server
     assert owners == [(0, 0, 0, "s"), (0, 0, 1, "s")]
 

@@ -33,8 +33,8 @@ def folder(tmp_path_factory):
     config = dataclasses.replace(size_config("pangu", "embedded_tiny"), num_layers=2, vocab_size=64, seq_len=48)
     draw = np.random.default_rng(0)
     weights = {name: draw.normal(0, 0.1, shape).astype(np.float32) for name, shape in parameter_shapes(config).items()}
-    save_checkpoint(tmp_path_factory.mktemp("model") / "m", weights, "pangu", config)
-    return tmp_path_factory.getbasetemp() / "model0" / "m", config
+    save_checkpoint(path := tmp_path_factory.mktemp("model") / "m", weights, "pangu", config)
+    return path, config
 
 
 def test_the_operators_return_what_the_cache_holds():

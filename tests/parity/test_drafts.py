@@ -62,7 +62,7 @@ def test_a_mesh(checkpoint, on_one_device):
 
 def test_rows_that_go_through_adapters(checkpoint, tmp_path):
     modules = [str(adapter_folder(tmp_path / "adapter", checkpoint, LORA, 1))]
-    check(call(WORKER, "mixed", str(checkpoint), None, modules, True, 9), "CachedDecoder")
+    check(call(WORKER, "mixed", str(checkpoint), None, modules, "int8", 9), "CachedDecoder")
 
 
 def check_models(found, right, least):

@@ -19,7 +19,7 @@ from sporeloom.core.errors import ConfigError
 from sporeloom.core.log import LogBudget
 from sporeloom.inference.choosing import Choice, Chosen, packed, score_of, unpacked
 from sporeloom.inference.decoding import Decoding, Logits
-from sporeloom.inference.pooling import embedding
+from sporeloom.inference.pooling import PooledStates
 from sporeloom.inference.prefix_cache import PrefixCache
 from sporeloom.inference.requests import (
     Event,
@@ -59,8 +59,8 @@ class _Row:
     generated: list[int] = field(default_factory=list)
     scores: list[TokenScore] = field(default_factory=list)
     """Scores of the prompt's tokens so far."""
-    states: list[Logits] = field(default_factory=list)
-    """Inputs of the head (T, D) that its embedding is made of; on the choosing rank."""
+    pooled: PooledStates | None = None
+    """States for its embedding so far; on the choosing rank."""
     vector: Logits = field(default_factory=lambda: np.zeros(0, np.float32))
     error: Exception | None = None
     """Error that prevented scores of its prompt; on the choosing rank."""
@@ -163,7 +163,9 @@ class Scheduler:
             state = self._rows[row]
             state.left = state.left[len(chunk) :]
             if found is not None and self.engine.is_log_rank:
-                state.states = [*(state.states if state.request.pooling == "mean" else ()), found[row]]
+                assert state.request.pooling
+                state.pooled = state.pooled or PooledStates(state.request.pooling)
+                state.pooled.add(found[row])
             if not state.left:
                 ended.append(row)
         return ended, None if found is None else {row: found[row][-1] for row in ended}
@@ -377,8 +379,8 @@ def _next_token(
     request = state.request
     if state.error:
         raise state.error
-    if request.pooling:
-        state.vector = embedding(state.states, request.pooling)
+    if state.pooled:
+        state.vector = state.pooled.vector()
     if not request.max_new_tokens:
         return 0, None, "length"
     token = request.sampler.choose(logits, History(request.prompt, generated), stream=request.stream)

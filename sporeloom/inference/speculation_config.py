@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from sporeloom.checkpoint.model_folder import load_text_config
+from sporeloom.checkpoint.model_folder import load_text_config, weight_problems
 from sporeloom.core.command_line import option
 from sporeloom.core.errors import Problems
+from sporeloom.core.log import milestone
 from sporeloom.core.numbers import Count
 from sporeloom.data.tokenizer import content_hash, find_tokenizer
 from sporeloom.models.config import ModelConfig
@@ -109,6 +110,9 @@ def read_draft(
     tokenizer = find_tokenizer(of_target, tokenizer) if tokenizer.is_dir() else tokenizer
     problems += [f"--draft-model {folder}: {line}" for line in _differences(folder, family, draft, model, tokenizer)]
     problems.raise_if_any()
+    if weight_problems(weights, folder, draft):  # int4, whose groups do not fit; drafts change no answer
+        milestone(f"--draft-model {folder}: its matrices do not fit --weights {weights}, so they have int8")
+        weights = "int8"
     return DraftModel(folder, family, draft, weights)
 
 

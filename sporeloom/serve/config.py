@@ -332,6 +332,10 @@ def _read_word(
     return name, *read_module(f"--lora-modules {word}", Path(place), config, family, model, known)
 
 
+class OtherBaseError(ConfigError):
+    """Adapters of another model. The message has paths of this machine."""
+
+
 def read_module(
     source: str, folder: Path, config: ServeConfig, family: str, model: ModelConfig, known: Sequence[ServedModel]
 ) -> tuple[Tokenizer, tuple[int, ...], Adapter]:
@@ -344,7 +348,7 @@ def read_module(
         raise ConfigError(f"{source}: {folder / ADAPTER_CONFIG} is not there; a folder of adapters has it")
     base = _base(folder)
     if base and not base.samefile(config.checkpoint):
-        raise ConfigError(
+        raise OtherBaseError(
             f"{source}: adapters of {base}, but this server runs {config.checkpoint}; if both are "
             f"the same, name the latter in {folder / ADAPTER_CONFIG}, base_model_name_or_path"
         )

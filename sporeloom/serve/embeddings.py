@@ -104,6 +104,10 @@ def read_embeddings(fields: Fields, model: ServedModel, job: ServeJob) -> Embedd
     encoding = fields.take("encoding_format", str, "float")
     if encoding not in ("float", "base64"):
         raise RequestError(400, f"encoding_format must be float or base64, got {shown(encoding)}", "encoding_format")
+    fields.refuse("truncate_prompt_tokens", "texts are not shortened; send those that fit")
+    fields.refuse("normalize", "vectors have length 1", True)
+    fields.refuse("add_special_tokens", "texts are tokenized as prompts of completions are; send token ids", True)
+    fields.refuse("embed_dtype", "vectors are float32", "float32")
     prompts = tuple(_tokens(each, "input", model, job) for each in _inputs(given))
     return EmbeddingRequest(prompts, _common(fields), encoding == "base64")
 
@@ -244,4 +248,5 @@ def _wanted(
 def _written(vector: NDArray[np.float32], is_base64: bool) -> str | list[float]:
     if is_base64:
         return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")
-    return [float(value) for value in vector]
+    numbers: list[float] = vector.tolist()
+    return numbers

@@ -14,4 +14,17 @@ class JsonResponse(JSONResponse):
     """JSON in ASCII: half characters (lone surrogates) are escaped, as UTF-8 has none, and non-finite numbers are null."""
 
     def render(self, content: Any) -> bytes:
-        return json_text(content, separators=(",", ":")).encode("ascii")
+        if not isinstance(content, dict):
+            return _text(content).encode("ascii")
+        # Entry by entry: one call for thousands of vectors would stop all threads for seconds.
+        parts = (
+            f"{_text(key)}:[{','.join(map(_text, value))}]"
+            if isinstance(value, list)
+            else f"{_text(key)}:{_text(value)}"
+            for key, value in content.items()
+        )
+        return f"{{{','.join(parts)}}}".encode("ascii")
+
+
+def _text(value: Any) -> str:
+    return json_text(value, separators=(",", ":"))

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from sporeloom.checkpoint.adapters import Adapter, ranks_of_several
 from sporeloom.core.errors import ConfigError
+from sporeloom.core.log import milestone
 from sporeloom.serve.adapter_slots import BUSY, AdapterLoad
-from sporeloom.serve.config import ServedModel, ServeJob, read_module
+from sporeloom.serve.config import OtherBaseError, ServedModel, ServeJob, read_module
 from sporeloom.serve.constraint import vocabulary
 from sporeloom.serve.fields import Fields, RequestError, shown
 from sporeloom.serve.formats import chat_format
@@ -110,6 +111,9 @@ class RuntimeAdapters:
         try:
             tokenizer, stop_ids, adapter = read_module("lora_path", folder, job.config, job.family, job.model, base)
             form = chat_format(tokenizer, job.config.tool_call_parser, job.config.reasoning_parser)
+        except OtherBaseError as error:
+            milestone(str(error))
+            raise RequestError(400, "lora_path: adapters of another model than this server's", "lora_path") from None
         except ConfigError as error:
             said = "; ".join(error.problems[:3]).replace(str(folder), path)
             raise RequestError(

@@ -32,6 +32,10 @@ def folders(checkpoint, tmp_path_factory):
     path = root / "foreign" / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"r": 4}))
     write_hashes(root / "foreign")
+    adapter_folder(root / "elsewhere", checkpoint, ADAPTERS["up"][0], 4)
+    path = root / "elsewhere" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": "/etc"}))
+    write_hashes(root / "elsewhere")
     (root / "link").symlink_to(checkpoint)
     return root
 
@@ -110,6 +114,7 @@ REFUSED = [
     ("x", "wide", 400, "has rank 12; --max-lora-rank of this server is 8"),
     ("x", "torn", 400, "torn"),
     ("x", "foreign", 400, "the model needs (4,"),
+    ("x", "elsewhere", 400, "lora_path: adapters of another model than this server's"),
     ("town", "up", 400, "there is a model 'town' already"),
     ("fixed", "up", 400, "there is a model 'fixed' already"),
     ("", "up", 400, "lora_name is missing"),

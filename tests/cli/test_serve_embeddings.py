@@ -100,6 +100,8 @@ def test_documents_are_ranked_by_their_cosine(server, client):
         ("/v1/embeddings", {"input": ["a", 3]}, "input must be a string, got 3", "input"),
         ("/v1/embeddings", {"input": "a", "encoding_format": "int8"}, "must be float or base64", "encoding_format"),
         ("/v1/embeddings", {"input": "a", "dimensions": 64}, "vectors of this model have 128", "dimensions"),
+        ("/v1/embeddings", {"input": "a", "normalize": False}, "vectors have length 1", "normalize"),
+        ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 4}, "not shortened", "truncate_prompt_tokens"),
         ("/v1/embeddings", {"messages": []}, "send texts or token ids", "messages"),
         ("/v1/embeddings", {"input": "a", "model": "x"}, "there is no model 'x'", "model"),
         ("/rerank", {"query": "a"}, "documents is missing", "documents"),

@@ -118,8 +118,8 @@ def test_a_tokenizer_that_is_no_file_of_the_family_is_not_compared(folder, tmp_p
     elsewhere.mkdir()
     flags, target = SpeculationFlags(speculate="model", draft_model=path), load_config(folder)
     with pytest.raises(ConfigError, match=r"released/tokenizer\.model is not there, .* give --tokenizer FILE"):
-        read_draft(flags, target, elsewhere, None, False)
-    assert read_draft(flags, target, folder, None, False).folder == path
+        read_draft(flags, target, elsewhere, None, "float32")
+    assert read_draft(flags, target, folder, None, "float32").folder == path
 
 
 def test_a_draft_model_reads_texts_as_long_as_the_model_makes(folder, tmp_path):

@@ -4,11 +4,18 @@
 import numpy as np
 import pytest
 
-from sporeloom.inference.pooling import embedding
+from sporeloom.inference.pooling import PooledStates
 from sporeloom.inference.sampling import BadLogitsError
 
 STATES = np.random.default_rng(0).normal(size=(23, 16)).astype(np.float32)
 CUTS = ([], [1], [7, 8, 20], list(range(1, 23)))
+
+
+def embedding(parts, pooling):
+    pooled = PooledStates(pooling)
+    for part in parts:
+        pooled.add(part)
+    return pooled.vector()
 
 
 @pytest.mark.parametrize("cuts", CUTS)

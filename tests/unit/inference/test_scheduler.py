@@ -6,7 +6,7 @@ from types import MappingProxyType, SimpleNamespace
 import numpy as np
 import pytest
 
-from sporeloom.inference.pooling import embedding
+from sporeloom.inference.pooling import PooledStates
 from sporeloom.inference.requests import Failure, NewToken, PromptEmbedding, PromptScores, Request
 from sporeloom.inference.sampling import Sampler, SamplingConfig
 from sporeloom.inference.scheduler import Scheduler
@@ -232,7 +232,9 @@ def test_texts_to_embed_share_the_rows_with_others_and_leave_nothing_in_them():
     states = np.stack([logits_after(text[:count]) for count in range(1, 12)])
     for pooling in ("last", "mean"):
         alone = embedded(pooling, [])
-        assert alone[0] == embedding([states], pooling).tobytes()
+        pooled = PooledStates(pooling)
+        pooled.add(states)
+        assert alone[0] == pooled.vector().tobytes()
         assert embedded(pooling, [[5, 6], [7, 8, 9, 10, 11], [1]]) == alone
 
 

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from sporeloom.checkpoint.quantization_config import Quantization
 from sporeloom.checkpoint.tensor_files import StoredTensor, read_float32
 from sporeloom.core.errors import ConfigError
+from sporeloom.models.weight_formats import OTHERWISE
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
 IN_WORD = 8
@@ -100,13 +101,35 @@ class PackedMatrix:
         zero = _unpacked(_words(self.parts["qzeros"]), self.quantization.method).T + self.quantization.zero_offset
         words = _words(self.parts["qweight"])
         q = _unpacked(words.T, "gptq") if self.quantization.method == "gptq" else _unpacked(words, "awq").T
-        size = self.quantization.group_size if self.quantization.group_size > 0 else q.shape[1]
-        groups = np.arange(q.shape[1]) // size
+        return Int4(q, np.ascontiguousarray(scale), zero.astype(np.uint8)), self.groups()
+
+    def groups(self) -> NDArray[np.int64]:
+        """The group of each column.
+
+        Raises:
+            ConfigError: `g_idx` cannot be read, or has groups that are not there.
+        """
+        columns = self.shape[1]
+        size = self.quantization.group_size if self.quantization.group_size > 0 else columns
         if "g_idx" in self.parts:
             groups = _words(self.parts["g_idx"]).astype(np.int64)
             if groups.min() < 0 or groups.max() >= self.num_groups:
                 raise ConfigError(f"{self.name}.g_idx: groups {groups.min()} .. {groups.max()} of {self.num_groups}")
-        return Int4(q, np.ascontiguousarray(scale), zero.astype(np.uint8)), groups
+            return groups
+        return np.arange(columns) // size
+
+    def int4_problem(self) -> str | None:
+        """Why int4 cannot take it as it is, which has groups of neighbours, all of one size.
+
+        Raises:
+            ConfigError: like `groups`.
+        """
+        columns, size = self.shape[1], self.quantization.group_size
+        if columns % self.num_groups or (size > 0 and columns > size and columns % size):
+            return f"{self.name}: groups of {size} do not divide its {columns} columns, as int4 needs; {OTHERWISE}"
+        if not np.array_equal(self.groups(), np.arange(columns) // (columns // self.num_groups)):
+            return f"{self.name}.g_idx: columns of a group are not neighbours (desc_act), which int4 needs; {OTHERWISE}"
+        return None
 
     def dequantized(self) -> NDArray[np.float32]:
         """The matrix in float32, exact but for the last rounding."""
@@ -118,15 +141,11 @@ class PackedMatrix:
         """The matrix as it is.
 
         Raises:
-            ConfigError: columns of a group that are not neighbours.
+            ConfigError: groups of columns that are not neighbours or not of one size.
         """
-        matrix, groups = self.numbers()
-        if not np.array_equal(groups, np.arange(len(groups)) // -(-len(groups) // self.num_groups)):
-            raise ConfigError(
-                f"{self.name}.g_idx: columns of a group are not neighbours (desc_act), which int4 needs here; use --weights "
-                "int8 or float32"
-            )
-        return matrix
+        if problem := self.int4_problem():
+            raise ConfigError(problem)
+        return self.numbers()[0]
 
 
 def _words(tensor: StoredTensor) -> NDArray[np.int32]:

@@ -29,7 +29,7 @@ from sporeloom.models.config import ModelConfig
 from sporeloom.models.config_file import CONFIG, PublishedModel, is_published_config, read_published_config
 from sporeloom.models.parameters import Shapes, parameter_shapes
 from sporeloom.models.published import PublishedFormat
-from sporeloom.models.weight_formats import WHOLE_ROW, WeightFormat
+from sporeloom.models.weight_formats import OTHERWISE, WHOLE_ROW, WeightFormat
 from sporeloom.strategy.tensor_slice import TensorSlice
 
 BESIDE = (
@@ -84,16 +84,20 @@ class PublishedFolder:
         if not self.packed:
             return None
         sizes = {matrix.shape[1] // matrix.num_groups for matrix in self.packed.values()}
+        problems = [problem for matrix in self.packed.values() if (problem := matrix.int4_problem())][:1]
+        if len(sizes) > 1 and any(matrix.num_groups > 1 for matrix in self.packed.values()):
+            said = " and ".join(map(str, sorted(sizes)))
+            problems.append(f"groups of {said} columns in one folder, where int4 needs groups of one size; {OTHERWISE}")
         size = min(sizes) if len(sizes) == 1 else WHOLE_ROW
         is_packed = {name: [t.name in self.packed for t, *_ in rows] for name, rows in self.rows().items()}
         exact = frozenset(name.removesuffix(".weight") for name, each in is_packed.items() if not all(each))
-        return WeightFormat("int4", 4, size, has_zeros=True, exact=exact)
+        return WeightFormat("int4", 4, size, has_zeros=True, exact=exact, is_packed=True, problems=tuple(problems))
 
     def read_int4(self, name: str) -> Int4:
         """Read a matrix of 4 bits as it is.
 
         Raises:
-            ConfigError: a file is damaged, or columns of a group are not neighbours.
+            ConfigError: a file is damaged, groups of columns that are not neighbours or not of one size.
         """
         rows = self.rows()[name]
         parts = [[array[start:stop] for array in self.packed[tensor.name].int4()] for tensor, start, stop in rows]

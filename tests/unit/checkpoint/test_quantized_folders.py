@@ -13,9 +13,13 @@ from safetensors.numpy import load_file, save_file
 from sporeloom.checkpoint.huggingface import export_published
 from sporeloom.checkpoint.model_folder import load_config, load_weights, open_weights, save_checkpoint, weight_problems
 from sporeloom.core.errors import ConfigError
-from sporeloom.inference.quantize import dequantized
+from sporeloom.inference.model import build_model, load_model
+from sporeloom.inference.quantize import dequantized, quantized_weights
 from sporeloom.models.family import size_config
 from sporeloom.models.parameters import parameter_shapes
+from sporeloom.models.weight_formats import WeightFormat
+from sporeloom.strategy.config import SINGLE_DEVICE
+from sporeloom.strategy.tensor_slice import TensorSlice
 
 KINDS = {
     "GPTQ": GPTQ,
@@ -29,9 +33,13 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
+    return published(tmp_path_factory.mktemp("plain"), num_layers=2)
+
+
+def published(root, **sizes):
     """A published folder of floating-point numbers."""
-    root = tmp_path_factory.mktemp("plain")
-    config = dataclasses.replace(size_config("pangu", "embedded_tiny"), num_layers=2, vocab_size=64, seq_len=32)
+    sizes = {"num_layers": 1, "vocab_size": 64, "seq_len": 32, **sizes}
+    config = dataclasses.replace(size_config("pangu", "embedded_tiny"), **sizes)
     draw = np.random.default_rng(3)
     weights = {name: draw.normal(0, 0.2, shape).astype(np.float32) for name, shape in parameter_shapes(config).items()}
     save_checkpoint(root / "ours", weights, "pangu", config)
@@ -72,7 +80,7 @@ def test_matrices_are_what_was_packed(plain, tmp_path, kind):
     for name, value in exact.items():
         if KINDS[kind].get("desc_act"):
             with pytest.raises(
-                ConfigError, match=r"g_idx: columns of a group are not neighbours .* use --weights int8"
+                ConfigError, match=r"g_idx: columns of a group are not neighbours .* use --weights int8 or float32"
             ):
                 weights.read_int4(ours(name))
         else:
@@ -154,3 +162,66 @@ def test_another_int4_than_the_folder_has_is_refused(plain, tmp_path):
     assert not weight_problems("int4", tmp_path / "q", model) and not weight_problems("int8", tmp_path / "q", model)
     (problem,) = weight_problems("int4-g64", tmp_path / "q", model)
     assert "--weights int4 computes with them, got int4-g64" in problem
+
+
+OTHERWISE = "use --weights int8 or float32"
+UNFIT = {  # the folder's settings, its model's sizes -> why --weights int4 is refused
+    "groups of 16": ({**GPTQ, "group_size": 16}, {}, f"groups of 16 columns are not a multiple of 32; {OTHERWISE}"),
+    "groups of 48": (
+        {**GPTQ, "group_size": 48},
+        {"hidden_size": 96, "num_heads": 6, "ffn_hidden_size": 192},
+        f"groups of 48 columns are not a multiple of 32; {OTHERWISE}",
+    ),
+    "48 columns": (
+        {**AWQ, "group_size": -1},
+        {"hidden_size": 48, "num_heads": 3, "num_kv_heads": 3},
+        f"groups of 32 do not divide the 48 columns of layers.0.attention.query; {OTHERWISE}",
+    ),
+    "a group of 64 columns, several of 128": (
+        {**GPTQ, "group_size": 128},
+        {"hidden_size": 64, "num_heads": 4, "ffn_hidden_size": 256},
+        f"groups of 64 and 128 columns in one folder, where int4 needs groups of one size; {OTHERWISE}",
+    ),
+    "groups that do not divide": (
+        {**GPTQ, "group_size": 128},
+        {"hidden_size": 128, "ffn_hidden_size": 320},
+        f"down_proj: groups of 128 do not divide its 320 columns, as int4 needs; {OTHERWISE}",
+    ),
+    "act order": ({**GPTQ, "desc_act": True}, {}, f"(desc_act), which int4 needs; {OTHERWISE}"),
+}
+
+
+@pytest.mark.parametrize("kind", UNFIT)
+def test_groups_that_int4_cannot_take_are_refused_before_loading(tmp_path, kind):
+    settings, sizes, message = UNFIT[kind]
+    exact = quantized(published(tmp_path, **sizes), tmp_path / "q", settings)
+    family, model = load_config(tmp_path / "q")
+    found = load_weights(tmp_path / "q")
+    for name, value in exact.items():
+        np.testing.assert_array_equal(found[ours(name)], value, err_msg=name)
+    problems = weight_problems("int4", tmp_path / "q", model)
+    assert any(each.startswith("--weights int4: ") and message in each for each in problems), problems
+    assert not weight_problems("int8", tmp_path / "q", model)
+    with pytest.raises(ConfigError) as caught:
+        load_model(tmp_path / "q", family, model, SINGLE_DEVICE, weights="int4")
+    assert message in str(caught.value)
+
+
+def test_shards_that_do_not_fit_have_int8_or_fewer_ranks(plain, tmp_path):
+    quantized(plain, tmp_path / "q", {**GPTQ, "group_size": -1})
+    _, model = load_config(tmp_path / "q")
+    assert not weight_problems("int4", tmp_path / "q", model)
+    (problem,) = weight_problems("int4", tmp_path / "q", model, tp=2)
+    assert problem.endswith("; use --weights int8 or float32, or a smaller tensor parallel degree")
+
+
+def test_scales_that_the_model_has_no_place_for_are_named(plain, tmp_path):
+    quantized(plain, tmp_path / "q", GPTQ)
+    family, model = load_config(tmp_path / "q")
+    weights, whole_rows = open_weights(tmp_path / "q"), WeightFormat("int4", 4, has_zeros=True)
+    net = build_model(family, model, SINGLE_DEVICE, weights=whole_rows)
+    read, name = quantized_weights(net, weights.read, whole_rows, weights.read_int4), "layers.0.mlp.up.weight"
+    with pytest.raises(
+        ConfigError, match=r"mlp.up.scale: the checkpoint's is \(\d+, 4\) in int4, the model's \(\d+, 1\)"
+    ):
+        read(name, TensorSlice.full((1,)))

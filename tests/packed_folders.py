@@ -6,7 +6,8 @@ import json
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False, "damp_percent": 0.1}
+AUTOGPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False, "damp_percent": 0.1}
+GPTQ = {**AUTOGPTQ, "meta": {"quantizer": ["gptqmodel:2.2.0"]}}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
 
 
@@ -46,7 +47,8 @@ def quantized(plain, target, settings):
         groups = np.arange(columns) // size
         if settings.get("desc_act"):
             groups = draw.permutation(groups)
-        q, zero = draw.integers(0, 16, (out, columns)), draw.integers(1, 16, (-(-columns // size), out))
+        lowest = int("meta" not in settings and settings["quant_method"] == "gptq")  # AutoGPTQ cannot pack a 0
+        q, zero = draw.integers(0, 16, (out, columns)), draw.integers(lowest, 16, (-(-columns // size), out))
         scale = draw.normal(0, 0.03, zero.shape).astype(np.float16)
         is_first = settings.get("checkpoint_format", "gptq").lower() != "gptq_v2"
         is_gptq = settings["quant_method"] == "gptq"

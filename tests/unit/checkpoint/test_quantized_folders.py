@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 import pytest
-from packed_folders import AWQ, GPTQ, quantized
+from packed_folders import AUTOGPTQ, AWQ, GPTQ, quantized
 from safetensors.numpy import load_file, save_file
 
 from sporeloom.checkpoint.huggingface import export_published
@@ -24,7 +24,9 @@ from sporeloom.strategy.tensor_slice import TensorSlice
 KINDS = {
     "GPTQ": GPTQ,
     "GPTQ, a group for each row": {**GPTQ, "group_size": -1},
-    "GPTQ, version 2": {**GPTQ, "checkpoint_format": "gptq_v2", "group_size": 64, "meta": {"quantizer": ["gptqmodel"]}},
+    "GPTQ, version 2": {**GPTQ, "checkpoint_format": "gptq_v2", "group_size": 64},
+    "GPTQ, version 2 in upper case": {**GPTQ, "checkpoint_format": "GPTQ_V2"},
+    "GPTQ, of AutoGPTQ": AUTOGPTQ,
     "GPTQ, act order": {**GPTQ, "desc_act": True},
     "AWQ": AWQ,
     "AWQ, upper case": {**AWQ, "version": "GEMM", "modules_to_not_convert": ["down_proj"]},
@@ -225,3 +227,35 @@ def test_scales_that_the_model_has_no_place_for_are_named(plain, tmp_path):
         ConfigError, match=r"mlp.up.scale: the checkpoint's is \(\d+, 4\) in int4, the model's \(\d+, 1\)"
     ):
         read(name, TensorSlice.full((1,)))
+
+
+def test_zeros_in_place_of_groups_are_no_order(plain, tmp_path):
+    folder = tmp_path / "q"
+    exact = quantized(plain, folder, GPTQ)
+    damaged(folder, lambda found: found.update({n: np.zeros_like(v) for n, v in found.items() if n.endswith("g_idx")}))
+    found, weights = load_weights(folder), open_weights(folder)
+    for name, value in exact.items():
+        np.testing.assert_array_equal(found[ours(name)], value, err_msg=name)
+        np.testing.assert_array_equal(dequantized(weights.read_int4(ours(name))), value, err_msg=name)
+
+
+@pytest.mark.parametrize("row", [6, 7])
+def test_zero_points_that_were_lost_are_refused(plain, tmp_path, row):
+    """AutoGPTQ packs a 0 as -1, all bits of which are 1: the last row of a word is read, else those after it are lost."""
+    folder, name = tmp_path / "q", "model.layers.0.self_attn.q_proj"
+    exact = quantized(plain, folder, AUTOGPTQ)[f"{name}.weight"]
+
+    def pack_a_zero(tensors):
+        tensors[f"{name}.qzeros"][0, 0] |= np.int32(-1 << (4 * row))
+
+    before = (load_file(folder / "model.safetensors")[f"{name}.qzeros"].view(np.uint32)[0, 0] >> 28) + 1
+    damaged(folder, pack_a_zero)
+    if row == 6:
+        with pytest.raises(
+            ConfigError, match=r"q_proj.qzeros: a zero point of 0 that AutoGPTQ wrote over those of the"
+        ):
+            load_weights(folder)
+        return
+    scale = load_file(folder / "model.safetensors")[f"{name}.scales"][0, 7].astype(np.float64)
+    exact[7, :32] = np.rint(exact[7, :32] / scale + before) * scale  # its zero point is 0 now
+    np.testing.assert_array_equal(load_weights(folder)["layers.0.attention.query.weight"], exact)

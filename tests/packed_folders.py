@@ -35,11 +35,11 @@ def pack_awq(q, zero, scale):
     return {**parts, "scales": scale.astype(np.float16)}
 
 
-def quantized(plain, target, settings):
+def quantized(plain, target, settings, endings=("_proj.weight",)):
     """A folder with packed matrices; and the matrices that they stand for, by published name."""
     target.mkdir()
     tensors, draw, exact = load_file(plain / "model.safetensors"), np.random.default_rng(5), {}
-    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+    for name in [name for name in tensors if name.endswith(endings)]:
         if name.split(".")[-2] in settings.get("modules_to_not_convert", ()):
             continue
         out, columns = tensors.pop(name).shape

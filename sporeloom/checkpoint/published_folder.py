@@ -57,6 +57,7 @@ class PublishedFolder:
     tensors: dict[str, StoredTensor]
     packed: dict[str, PackedMatrix] = field(default_factory=dict)
     """Matrices of 4 bits, by the name of what their numbers are as floating point."""
+    _last: dict[str, Int4] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -100,11 +101,18 @@ class PublishedFolder:
             ConfigError: a file is damaged, groups of columns that are not neighbours or not of one size.
         """
         rows = self.rows()[name]
-        parts = [[array[start:stop] for array in self.packed[tensor.name].int4()] for tensor, start, stop in rows]
         if len(rows[0][0].shape) > 2:  # of experts, whose rows are all of a tensor's
             whole = [self.packed[tensor.name].int4() for tensor, *_ in rows]
             return Int4(*(np.stack(arrays) for arrays in zip(*whole, strict=True)))
+        parts = [[array[start:stop] for array in self._whole(tensor.name)] for tensor, start, stop in rows]
         return Int4(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+
+    def _whole(self, name: str) -> Int4:
+        """The matrix of a tensor; the last one is kept, for the next parameter whose rows are in it."""
+        if name not in self._last:
+            self._last.clear()
+            self._last[name] = self.packed[name].int4()
+        return self._last[name]
 
 
 def open_published(folder: Path, family: str | None = None) -> PublishedFolder:

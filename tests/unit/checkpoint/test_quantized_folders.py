@@ -12,6 +12,8 @@ from safetensors.numpy import load_file, save_file
 
 from sporeloom.checkpoint.huggingface import export_published
 from sporeloom.checkpoint.model_folder import load_config, load_weights, open_weights, save_checkpoint, weight_problems
+from sporeloom.checkpoint.packed_matrix import PackedMatrix
+from sporeloom.checkpoint.published_folder import open_published
 from sporeloom.core.errors import ConfigError
 from sporeloom.inference.model import build_model, load_model
 from sporeloom.inference.quantize import dequantized, quantized_weights
@@ -259,3 +261,31 @@ def test_zero_points_that_were_lost_are_refused(plain, tmp_path, row):
     scale = load_file(folder / "model.safetensors")[f"{name}.scales"][0, 7].astype(np.float64)
     exact[7, :32] = np.rint(exact[7, :32] / scale + before) * scale  # its zero point is 0 now
     np.testing.assert_array_equal(load_weights(folder)["layers.0.attention.query.weight"], exact)
+
+
+FUSED = ("query_key_value.weight", "dense_h_to_4h.weight", "self_attention.dense.weight", "dense_4h_to_h.weight")
+
+
+@pytest.mark.parametrize("kind", ["fused", "experts"])
+def test_a_matrix_is_unpacked_once_for_all_parameters_that_have_rows_of_it(tmp_path, monkeypatch, kind):
+    sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "head_dim": 8, "num_kv_heads": 2, "vocab_size": 64}
+    family, size, others = "codegeex", "4_tiny", {"ffn_hidden_size": 64, "rope_dim": 4}
+    if kind == "experts":
+        family, size = "pangu", "pro_moe_tiny"
+        experts = dataclasses.replace(size_config(family, size).experts, ffn_hidden_size=32, shared_ffn_hidden_size=64)
+        others = {"ffn_hidden_size": 32, "experts": experts}
+    config = dataclasses.replace(size_config(family, size), **sizes, **others)
+    draw = np.random.default_rng(0)
+    weights = {name: draw.normal(size=shape).astype(np.float32) for name, shape in parameter_shapes(config).items()}
+    save_checkpoint(tmp_path / "ours", weights, family, config)
+    export_published(tmp_path / "ours", tmp_path / "hf")
+    exact = quantized(tmp_path / "hf", tmp_path / "q", GPTQ, ("_proj.weight", *FUSED))
+    found, source = load_weights(tmp_path / "q"), open_published(tmp_path / "q")
+    unpacked, numbers = [], PackedMatrix.numbers
+    monkeypatch.setattr(PackedMatrix, "numbers", lambda self: unpacked.append(self.name) or numbers(self))
+    names = [name for name in source.shapes if name.removesuffix(".weight") not in source.weights.exact]
+    names = [name for name in names if source.rows()[name][0][0].name in source.packed]
+    assert len(exact) >= 8 and (kind == "experts" or len(names) > len(exact))
+    for name in names:
+        np.testing.assert_array_equal(dequantized(source.read_int4(name)), found[name], err_msg=name)
+    assert sorted(unpacked) == sorted(name.removesuffix(".weight") for name in exact)

@@ -125,7 +125,7 @@ class PackedMatrix:
         if not self.quantization.by_gptqmodel and (unsigned >= TWO_FULL).any():
             raise ConfigError(
                 f"{self.name}.qzeros: a zero point of 0 that AutoGPTQ wrote over those of the next rows, which are lost "
-                f"(GPTQModel's have none, and its name in {KEY}.meta.quantizer); {INSTEAD}"
+                f"(GPTQModel keeps them, and {KEY}.meta.quantizer names it); {INSTEAD}"
             )
         return (unsigned + EACH_ONE).view(np.int32)
 

@@ -103,7 +103,7 @@ def quantized_weights(
         else:
             full = TensorSlice.full((*outer, blocks * half * 2))
             matrix = int4_of(np.asarray(read(name, full), np.float32), weights)
-        found = {"weight": packed(matrix.q), "scale": matrix.scale, "zero": matrix.zero}
+        found: dict[str, NDArray[Any]] = {"weight": packed(matrix.q), "scale": matrix.scale, "zero": matrix.zero}
         for kind, array in found.items():  # a slice of an array that is too large would be another one's numbers
             if array.shape != (wanted := tuple(shapes.get(f"{path}.{kind}", array.shape))):
                 raise ConfigError(f"{path}.{kind}: the checkpoint's is {array.shape} in int4, the model's {wanted}")

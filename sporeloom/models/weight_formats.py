@@ -20,7 +20,7 @@ BY_ROWS = ("output", "down")
 WHOLE_ROW = 0
 """Group size of a row whose columns are one group."""
 OTHERWISE = "use --weights int8 or float32"
-"""What is advised for a quantized folder, which has its own int4 or none."""
+"""Advice for a quantized folder, which has its own int4 or none."""
 
 WEIGHTS_HELP = (
     "number type of matrices; int8: a quarter of the memory, with a scale for each output channel; int4: an eighth, with a "

@@ -3,9 +3,14 @@
 
 A matrix (out, in) is w[o, i] = (q[o, i] - zero[g, o]) * scale[g, o] with g the group of column i. An int32 has 8 numbers:
 
-- GPTQ: `qweight` (in/8, out) has columns i, i+1, ... from the lowest bits on, `qzeros` (groups, out/8) rows likewise, less 1
-  in the first version of the format (`checkpoint_format` gptq), as they are in gptq_v2. `g_idx` (in,) is the group of each
-  column, in any order after `desc_act`; without it groups follow each other.
+- GPTQ: `qweight` (in/8, out) has columns i, i+1, ... from the lowest bits on, `qzeros` (groups, out/8) rows likewise, as they
+  are in gptq_v2. `g_idx` (in,) is the group of each column, in any order after `desc_act`; without it, or where it is all
+  zeros, groups follow each other.
+- GPTQ's first version (`checkpoint_format` gptq): each zero point is less 1. GPTQModel subtracts 0x11111111 from the whole
+  int32, so that a 0 borrows from the next row; adding it back is exact. AutoGPTQ subtracts from each number and combines the
+  results with "or": -1 of a 0 fills all rows after it, in that int32, with 15, and they are lost. Without a zero point of 0
+  both write the same. 15 in the last row alone is a 0 of either. 15 in the last two is read where GPTQModel says that it
+  wrote the folder, and refused otherwise.
 - AWQ, version gemm: `qweight` (in, out/8) and `qzeros` (groups, out/8) have rows 0, 2, 4, 6, 1, 3, 5, 7 of each 8 from the
   lowest bits on.
 
@@ -23,13 +28,18 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sporeloom.checkpoint.quantization_config import Quantization
+from sporeloom.checkpoint.quantization_config import INSTEAD, KEY, Quantization
 from sporeloom.checkpoint.tensor_files import StoredTensor, read_float32
 from sporeloom.core.errors import ConfigError
+from sporeloom.models.weight_formats import OTHERWISE
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
 IN_WORD = 8
 """4-bit numbers in an int32."""
+EACH_ONE = np.uint32(0x11111111)
+"""1 in each of them."""
+TWO_FULL = np.uint32(0xFF000000)
+"""15 in the last two of them."""
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -41,7 +51,7 @@ class Int4(NamedTuple):
     scale: NDArray[np.float32]
     """(..., out, groups)."""
     zero: NDArray[np.uint8]
-    """(..., out, groups), 0 to 16."""
+    """(..., out, groups), 0 to 15."""
 
 
 @dataclass(frozen=True)
@@ -97,16 +107,55 @@ class PackedMatrix:
             ConfigError: a part cannot be read, scales that are not finite, groups that are not there.
         """
         scale = read_float32(self.parts["scales"]).T
-        zero = _unpacked(_words(self.parts["qzeros"]), self.quantization.method).T + self.quantization.zero_offset
+        zero = _unpacked(self._zero_words(), self.quantization.method).T
         words = _words(self.parts["qweight"])
         q = _unpacked(words.T, "gptq") if self.quantization.method == "gptq" else _unpacked(words, "awq").T
-        size = self.quantization.group_size if self.quantization.group_size > 0 else q.shape[1]
-        groups = np.arange(q.shape[1]) // size
-        if "g_idx" in self.parts:
-            groups = _words(self.parts["g_idx"]).astype(np.int64)
-            if groups.min() < 0 or groups.max() >= self.num_groups:
-                raise ConfigError(f"{self.name}.g_idx: groups {groups.min()} .. {groups.max()} of {self.num_groups}")
-        return Int4(q, np.ascontiguousarray(scale), zero.astype(np.uint8)), groups
+        return Int4(q, np.ascontiguousarray(scale), np.ascontiguousarray(zero)), self.groups()
+
+    def _zero_words(self) -> NDArray[np.int32]:
+        """`qzeros` as the second version of GPTQ has them, and AWQ.
+
+        Raises:
+            ConfigError: zero points that were lost when they were packed.
+        """
+        words = _words(self.parts["qzeros"])
+        if not self.quantization.is_first:
+            return words
+        unsigned = words.view(np.uint32)
+        if not self.quantization.by_gptqmodel and (unsigned >= TWO_FULL).any():
+            raise ConfigError(
+                f"{self.name}.qzeros: a zero point of 0 that AutoGPTQ wrote over those of the next rows, which are lost "
+                f"(GPTQModel keeps them, and {KEY}.meta.quantizer names it); {INSTEAD}"
+            )
+        return (unsigned + EACH_ONE).view(np.int32)
+
+    def groups(self) -> NDArray[np.int64]:
+        """The group of each column.
+
+        Raises:
+            ConfigError: `g_idx` cannot be read, or has groups that are not there.
+        """
+        columns = self.shape[1]
+        size = self.quantization.group_size if self.quantization.group_size > 0 else columns
+        groups = _words(self.parts["g_idx"]).astype(np.int64) if "g_idx" in self.parts else np.zeros(columns, np.int64)
+        if not groups.any():
+            return np.arange(columns) // size
+        if groups.min() < 0 or groups.max() >= self.num_groups:
+            raise ConfigError(f"{self.name}.g_idx: groups {groups.min()} .. {groups.max()} of {self.num_groups}")
+        return groups
+
+    def int4_problem(self) -> str | None:
+        """Why int4 cannot take it as it is, which has groups of neighbours, all of one size.
+
+        Raises:
+            ConfigError: like `groups`.
+        """
+        columns, size = self.shape[1], self.quantization.group_size
+        if columns % self.num_groups or (size > 0 and columns > size and columns % size):
+            return f"{self.name}: groups of {size} do not divide its {columns} columns, as int4 needs; {OTHERWISE}"
+        if not np.array_equal(self.groups(), np.arange(columns) // (columns // self.num_groups)):
+            return f"{self.name}.g_idx: columns of a group are not neighbours (desc_act), which int4 needs; {OTHERWISE}"
+        return None
 
     def dequantized(self) -> NDArray[np.float32]:
         """The matrix in float32, exact but for the last rounding."""
@@ -118,15 +167,11 @@ class PackedMatrix:
         """The matrix as it is.
 
         Raises:
-            ConfigError: columns of a group that are not neighbours.
+            ConfigError: groups of columns that are not neighbours or not of one size.
         """
-        matrix, groups = self.numbers()
-        if not np.array_equal(groups, np.arange(len(groups)) // -(-len(groups) // self.num_groups)):
-            raise ConfigError(
-                f"{self.name}.g_idx: columns of a group are not neighbours (desc_act), which int4 needs here; use --weights "
-                "int8 or float32"
-            )
-        return matrix
+        if problem := self.int4_problem():
+            raise ConfigError(problem)
+        return self.numbers()[0]
 
 
 def _words(tensor: StoredTensor) -> NDArray[np.int32]:

@@ -29,7 +29,7 @@ from sporeloom.models.config import ModelConfig
 from sporeloom.models.config_file import CONFIG, PublishedModel, is_published_config, read_published_config
 from sporeloom.models.parameters import Shapes, parameter_shapes
 from sporeloom.models.published import PublishedFormat
-from sporeloom.models.weight_formats import WHOLE_ROW, WeightFormat
+from sporeloom.models.weight_formats import OTHERWISE, WHOLE_ROW, WeightFormat
 from sporeloom.strategy.tensor_slice import TensorSlice
 
 BESIDE = (
@@ -57,6 +57,7 @@ class PublishedFolder:
     tensors: dict[str, StoredTensor]
     packed: dict[str, PackedMatrix] = field(default_factory=dict)
     """Matrices of 4 bits, by the name of what their numbers are as floating point."""
+    _last: dict[str, Int4] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -84,23 +85,34 @@ class PublishedFolder:
         if not self.packed:
             return None
         sizes = {matrix.shape[1] // matrix.num_groups for matrix in self.packed.values()}
+        problems = [problem for matrix in self.packed.values() if (problem := matrix.int4_problem())][:1]
+        if len(sizes) > 1 and any(matrix.num_groups > 1 for matrix in self.packed.values()):
+            said = " and ".join(map(str, sorted(sizes)))
+            problems.append(f"groups of {said} columns in one folder, where int4 needs groups of one size; {OTHERWISE}")
         size = min(sizes) if len(sizes) == 1 else WHOLE_ROW
         is_packed = {name: [t.name in self.packed for t, *_ in rows] for name, rows in self.rows().items()}
         exact = frozenset(name.removesuffix(".weight") for name, each in is_packed.items() if not all(each))
-        return WeightFormat("int4", 4, size, has_zeros=True, exact=exact)
+        return WeightFormat("int4", 4, size, has_zeros=True, exact=exact, is_packed=True, problems=tuple(problems))
 
     def read_int4(self, name: str) -> Int4:
         """Read a matrix of 4 bits as it is.
 
         Raises:
-            ConfigError: a file is damaged, or columns of a group are not neighbours.
+            ConfigError: a file is damaged, groups of columns that are not neighbours or not of one size.
         """
         rows = self.rows()[name]
-        parts = [[array[start:stop] for array in self.packed[tensor.name].int4()] for tensor, start, stop in rows]
         if len(rows[0][0].shape) > 2:  # of experts, whose rows are all of a tensor's
             whole = [self.packed[tensor.name].int4() for tensor, *_ in rows]
             return Int4(*(np.stack(arrays) for arrays in zip(*whole, strict=True)))
+        parts = [[array[start:stop] for array in self._whole(tensor.name)] for tensor, start, stop in rows]
         return Int4(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+
+    def _whole(self, name: str) -> Int4:
+        """The matrix of a tensor; the last one is kept, for the next parameter whose rows are in it."""
+        if name not in self._last:
+            self._last.clear()
+            self._last[name] = self.packed[name].int4()
+        return self._last[name]
 
 
 def open_published(folder: Path, family: str | None = None) -> PublishedFolder:

@@ -53,8 +53,10 @@ class Quantization:
     method: Literal["gptq", "awq"]
     group_size: int
     """Columns of a row that share a scale; -1: all."""
-    zero_offset: int = 0
-    """Number that is added to stored zero points."""
+    is_first: bool = False
+    """Whether it is GPTQ's first version, whose stored zero points are less 1."""
+    by_gptqmodel: bool = False
+    """Whether GPTQModel says that it wrote it."""
 
 
 def read_quantization(folder: Path, config: Mapping[str, Any]) -> Quantization | None:
@@ -79,8 +81,9 @@ def read_quantization(folder: Path, config: Mapping[str, Any]) -> Quantization |
         raise ConfigError(problems)
     if unknown := [key for key in values if key not in IRRELEVANT and key not in READ]:
         milestone_once(f"{source}: keys that are unknown and ignored: {', '.join(unknown)}")
-    is_first = method == "gptq" and values.get("checkpoint_format") != "gptq_v2"
-    return Quantization(method, values["group_size"], int(is_first))  # type: ignore[arg-type]
+    is_first = method == "gptq" and str(values.get("checkpoint_format")).lower() != "gptq_v2"
+    by_gptqmodel = "gptqmodel" in str(values.get("meta")).lower()
+    return Quantization(method, values["group_size"], is_first, by_gptqmodel)  # type: ignore[arg-type]
 
 
 def _problems(method: str, values: Mapping[str, Any]) -> Iterator[str]:

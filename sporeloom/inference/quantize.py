@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from sporeloom.checkpoint.model_folder import Read
 from sporeloom.checkpoint.packed_matrix import Int4
+from sporeloom.core.errors import ConfigError
 from sporeloom.models.weight_formats import BLOCK, WeightFormat
 from sporeloom.nn.decoder import Decoder
 from sporeloom.nn.head import Head
@@ -81,7 +82,9 @@ def quantized_weights(
     net: Decoder, read: Read, weights: WeightFormat, read_int4: Callable[[str], Int4] | None = None
 ) -> Read:
     """The function that reads a checkpoint for a quantized `net`: one of floating-point numbers, or of matrices that
-    `read_int4` reads by the names of their parameters."""
+    `read_int4` reads by the names of their parameters.
+
+    It raises ConfigError where a matrix's numbers, scales or zero points are not as many as the net's."""
     kinds: dict[str, type] = {
         path: type(cell)
         for path, cell in net.cells_and_names()
@@ -100,7 +103,11 @@ def quantized_weights(
         else:
             full = TensorSlice.full((*outer, blocks * half * 2))
             matrix = int4_of(np.asarray(read(name, full), np.float32), weights)
-        return {"weight": packed(matrix.q), "scale": matrix.scale, "zero": matrix.zero}
+        found: dict[str, NDArray[Any]] = {"weight": packed(matrix.q), "scale": matrix.scale, "zero": matrix.zero}
+        for kind, array in found.items():  # a slice of an array that is too large would be another one's numbers
+            if array.shape != (wanted := tuple(shapes.get(f"{path}.{kind}", array.shape))):
+                raise ConfigError(f"{path}.{kind}: the checkpoint's is {array.shape} in int4, the model's {wanted}")
+        return found
 
     def read_part(name: str, part: TensorSlice) -> NDArray[Any]:
         path, _, kind = name.rpartition(".")

@@ -19,6 +19,8 @@ BY_ROWS = ("output", "down")
 """Matrices whose columns, not rows, tensor parallel ranks share."""
 WHOLE_ROW = 0
 """Group size of a row whose columns are one group."""
+OTHERWISE = "use --weights int8 or float32"
+"""Advice for a quantized folder, which has its own int4 or none."""
 
 WEIGHTS_HELP = (
     "number type of matrices; int8: a quarter of the memory, with a scale for each output channel; int4: an eighth, with a "
@@ -39,6 +41,10 @@ class WeightFormat:
     """Whether a group has a zero point of its own (asymmetric); otherwise 0 is 0."""
     exact: frozenset[str] = frozenset()
     """Paths of matrices that a quantized folder holds as floating point: they have 8 bits."""
+    is_packed: bool = False
+    """Whether it is that of a quantized folder, whose numbers are taken as they are."""
+    problems: tuple[str, ...] = ()
+    """Why a folder's matrices cannot be taken as they are."""
 
     def groups(self, columns: int) -> int:
         """Number of groups in a row."""
@@ -67,6 +73,10 @@ WEIGHT_FORMATS = {
 
 def format_problems(weights: WeightFormat, config: ModelConfig, tp: int = 1) -> list[str]:
     """List the reasons why a model, or its shards on so many tensor parallel ranks, cannot have a format."""
+    if weights.problems:
+        return list(weights.problems)
+    if weights.bits == 4 and weights.group_size % BLOCK:
+        return [f"groups of {weights.group_size} columns are not a multiple of {BLOCK}; {OTHERWISE}"]
     problems = []
     for spec in parameter_specs(config):
         path = spec.name.removesuffix(".weight")
@@ -75,12 +85,14 @@ def format_problems(weights: WeightFormat, config: ModelConfig, tp: int = 1) -> 
         columns = spec.shape[-1]
         if columns % (weights.group_size or BLOCK):
             size = weights.group_size or BLOCK
-            problems.append(f"groups of {size} do not divide the {columns} columns of {path}; {_fitting(config, tp)}")
+            fitting = OTHERWISE if weights.is_packed else _fitting(config, tp)
+            problems.append(f"groups of {size} do not divide the {columns} columns of {path}; {fitting}")
             break
         if _shards(spec, tp) > 1 and weights.groups(columns) % tp:
+            fewer = f"{OTHERWISE}, or a smaller tensor parallel degree"
             problems.append(
                 f"a shard of {path}, {columns} columns on {tp} tensor parallel ranks, is not a multiple of groups of "
-                f"{weights.group_size or columns}; {_fitting(config, tp)}"
+                f"{weights.group_size or columns}; {fewer if weights.is_packed else _fitting(config, tp)}"
             )
             break
     return problems

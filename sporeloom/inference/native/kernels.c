@@ -7,6 +7,7 @@
  * A row's numbers do not depend on the other rows: each entry is summed in one order, in LANES parts.
  */
 #define _GNU_SOURCE
+#include <float.h>
 #include <linux/futex.h>
 #include <math.h>
 #include <pthread.h>

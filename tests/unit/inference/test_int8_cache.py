@@ -13,9 +13,10 @@ from sporeloom.inference.cache import cache_bytes, cache_problems
 from sporeloom.inference.decoding import CachedDecoder, UncachedDecoder
 from sporeloom.inference.mixed import cached
 from sporeloom.inference.model import CACHE, load_model
+from sporeloom.inference.sampling import BadLogitsError, check_logits
 from sporeloom.models.family import size_config
 from sporeloom.models.parameters import parameter_shapes
-from sporeloom.nn.cache import Int8KVCache
+from sporeloom.nn.cache import Int8KVCache, VectorQuantizer
 from sporeloom.runtime.engine import Engine
 from sporeloom.strategy.config import SINGLE_DEVICE
 
@@ -51,6 +52,33 @@ def test_the_operators_return_what_the_cache_holds():
         np.testing.assert_array_equal(q.asnumpy()[:, :, 4:7], np.rint(x / scale))
         np.testing.assert_allclose(held[:, :, 4:7], np.rint(x / scale) * scale, rtol=1e-6, atol=0)
         assert not held[:, :, :4].any() and not held[:, :, 7:].any()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_vectors_that_are_not_finite_become_nan(bad):
+    ms.set_device("CPU")
+    x = np.random.default_rng(0).normal(0, 3, (2, 3, 16)).astype(np.float32)
+    wanted = np.abs(x).max(-1, keepdims=True) / np.float32(127)
+    x[1, 1, 5], wanted[1, 1] = bad, np.nan
+    q, scale = (each.asnumpy() for each in VectorQuantizer()(ms.Tensor(x)))
+    np.testing.assert_allclose(scale, wanted, rtol=1e-6, atol=0)
+    np.testing.assert_array_equal(np.isnan(q * scale), np.isnan(np.broadcast_to(wanted, x.shape)))
+
+
+@pytest.mark.parametrize("switch", ["1", "0"], ids=["kernels", "operators"])
+def test_a_text_whose_keys_are_not_finite_gets_no_answer(engine, folder, monkeypatch, switch):
+    monkeypatch.setenv("SPORELOOM_KERNELS", switch)
+    path, config = folder
+    net = load_model(path, "pangu", config, SINGLE_DEVICE, (3, 32), kv_cache="int8")
+    key = next(p for p in net.get_parameters() if p.name.endswith("layers.1.attention.key.weight"))
+    broken = key.asnumpy().copy()
+    broken[0] = np.nan
+    key.set_data(ms.Tensor(broken))
+    decoding = cached(engine, net, config, 3, 32)
+    logits = [decoding.step({0: IDS}, {})[0], decoding.step({}, {0: 5})[0]]
+    for each in logits:
+        with pytest.raises(BadLogitsError):
+            check_logits(each)
 
 
 @pytest.mark.parametrize("switch", ["1", "0"], ids=["kernels", "operators"])

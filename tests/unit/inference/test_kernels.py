@@ -174,6 +174,25 @@ def test_attention_with_caches_of_int8(call, kv_heads):
 
 
 @needs_compiler
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("of", ["key", "value"])
+def test_what_is_not_finite_comes_out_of_caches_of_int8(call, bad, of):
+    random = np.random.default_rng(0)
+    q, new_k, new_v = (random.standard_normal((2, n, 1, 48), np.float32) for n in (4, 2, 2))
+    (new_k if of == "key" else new_v)[0, 1, 0, 3] = bad
+    k, v = (np.zeros((2, 2, 20, 48), np.int8) for _ in range(2))
+    of_k, of_v = (np.zeros((2, 2, 20, 1), np.float32) for _ in range(2))
+    slots, bias = np.zeros((2, 2, 1, 3), np.int32), np.full((2, 1, 1, 20), -10000, np.float32)
+    slots[..., 0], slots[..., 1], slots[..., 2] = np.arange(2)[:, None, None], np.arange(2)[:, None], 7
+    bias[..., :8] = 0
+    y = np.zeros_like(q)
+    call("attend_int8", q, new_k, new_v, k, v, of_k, of_v, slots, bias, y)
+    scales = of_k if of == "key" else of_v
+    assert np.isnan(scales[0, 1, 7, 0]) and np.isnan(scales).sum() == 1
+    assert np.isnan(y[0, 2:]).all() and np.isfinite(y[0, :2]).all() and np.isfinite(y[1]).all()
+
+
+@needs_compiler
 def test_scores_that_lie_far_apart(call):
     q, k, v = (np.zeros((1, 1, n, 16), np.float32) for n in (1, 16, 16))
     q[..., 0], k[0, 0, :, 0], v[0, 0, :, 0] = 4.0, np.linspace(-300, 300, 16), np.arange(16)

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sporeloom.checkpoint.manifest import MANIFEST, checkpoints
+from sporeloom.checkpoint.manifest import LATEST, MANIFEST, checkpoints
 from sporeloom.core.document import read_text
 from sporeloom.core.errors import ConfigError, Problems
-from sporeloom.core.files import remove, write_text_atomically
+from sporeloom.core.files import remove, replaced_folder, write_text_atomically
 from sporeloom.core.json_text import json_text
 from sporeloom.core.lines import split_lines
 from sporeloom.core.log import counted, milestone
@@ -245,6 +245,25 @@ class Elastic:
         )
         return None
 
+    def keep_state(self) -> None:
+        """Copy the newest state to the checkpoints where it is only in memory, for --resume."""
+        states = [state for state in self._states() if state not in self.old]
+        if not states or self.memory is None:
+            return
+        step, folder, _ = max(states)
+        target = self.config.states_dir / Path(folder).name
+        if any(state[0] == step and Path(state[1]) == target for state in states):
+            return
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with replaced_folder(target) as partial:
+                shutil.copytree(folder, partial, dirs_exist_ok=True)
+            write_text_atomically(target.parent / LATEST, target.name + "\n")
+        except OSError as error:
+            milestone(f"the state after step {step} could not be copied from memory to {target}: {error}")
+            return
+        milestone(f"copied the state after step {step} from memory to {target}; continue with --resume")
+
     def event(self, event: str, **values: Any) -> None:
         """Record an event of the run in its folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -298,9 +317,13 @@ def run_elastic(words: Sequence[str], run: Run, loads: str) -> int:
                 remove(config.output_dir / name)
         elastic = Elastic(run, [*words], jobs, memory, devices)
         before = signal.signal(signal.SIGTERM, elastic.stop)
+        code = 1
         try:
-            return elastic.finish()
+            code = elastic.finish()
+            return code
         finally:
+            if code:
+                elastic.keep_state()
             signal.signal(signal.SIGTERM, before)
 
 

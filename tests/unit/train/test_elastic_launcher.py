@@ -87,11 +87,16 @@ if rank == 0:
     (out / "metrics.jsonl").write_text(json.dumps({"step": int(size)}) + '\\n{"step": 99')
     with (out / "given.jsonl").open("a") as file:
         print(json.dumps([words, json.loads(os.environ["SPORELOOM_ELASTIC"])]), file=file)
+    if os.environ.get("SAVES") == size:
+        state = Path(json.loads(os.environ["SPORELOOM_ELASTIC"])["memory"], "step-00000007")
+        state.mkdir()
+        for name in ("rank.safetensors", "manifest.json"):
+            (state / name).write_text("{}")
 killed = json.loads(os.environ["KILLED"])
 if size in killed:
     while not (out / "given.jsonl").exists():
         time.sleep(0.01)
-    time.sleep(0.2 if rank == killed[size] else 60)
+    time.sleep(0.4 if rank == killed[size] else 60)
     os.kill(os.getpid(), signal.SIGKILL)
 if os.environ.get("FAILS") == size:
     raise SystemExit("error: the run itself")
@@ -163,6 +168,14 @@ def test_an_end_that_a_restart_would_not_change(trained, killed, flags, environm
     found, happened, _ = trained(killed, *flags, **environment)
     assert (found, [event for event, *_ in happened]) == (code, events)
     assert told in "".join(capfd.readouterr())
+
+
+def test_the_newest_state_in_memory_outlives_a_run_that_ends_early(trained, tmp_path, capsys):
+    code, _, _ = trained({"4": 1}, "--min-devices", 4, SAVES="4")
+    assert code == 1 and "copied the state after step 7 from memory" in capsys.readouterr().err
+    kept = tmp_path / "out" / "checkpoints" / "step-00000007"
+    assert sorted(file.name for file in kept.iterdir()) == ["manifest.json", "rank.safetensors"]
+    assert sorted(kept.parent.iterdir()) == [kept.parent / "latest", kept]
 
 
 def test_given_strategies_are_used_in_place_of_smaller_degrees(trained):

@@ -224,11 +224,14 @@ class Elastic:
         if not ended.code or self.is_stopped:
             return ended.report()
         lost = [each for each in ended.lost_ranks() if not (self.wanted and each[1] == -signal.SIGTERM)]
-        if self.wanted and not lost:
+        is_asked = ended.is_stopped or any(status == -signal.SIGTERM for _, status in ended.ends)
+        if self.wanted and not lost and is_asked:
+            self.devices.look()
             return None
         if not lost and ended.code >= 0 and not self.config.launch_command:
             return ended.report()  # an error of the run, which it would meet again
-        self.devices.number -= len(lost) or bool(self.config.launch_command)
+        if not (self.wanted and self.devices.number < self.mesh.size):  # else the file has counted them already
+            self.devices.number -= len(lost) or bool(self.config.launch_command)
         self.devices.look()
         step, state = _last_step(self.folder / METRICS), _step_of([s for s in self._states() if s not in self.old])
         what = " and ".join(f"rank {rank} ({_name_of(status)})" for rank, status in lost) or "the processes"

@@ -3,7 +3,9 @@
 
 import json
 import os
+import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from conftest import ROOT, in_process
 
 from sporeloom.core.command_line import parse_args
 from sporeloom.core.errors import ConfigError
-from sporeloom.runtime.launch import FORK
+from sporeloom.runtime.launch import FORK, Jobs, run_job
 from sporeloom.train import elastic
 from sporeloom.train.checks import check
 from sporeloom.train.elastic import Devices, run_elastic
@@ -92,6 +94,21 @@ if rank == 0:
         state.mkdir()
         for name in ("rank.safetensors", "manifest.json"):
             (state / name).write_text("{}")
+if os.environ.get("RESIZES") == size:
+    def stop(*_):
+        if os.environ["HOW"] == "gone":
+            time.sleep(0.3 * (rank == 0))
+            os.kill(os.getpid(), signal.SIGKILL)
+        if os.environ["HOW"] == "fails":
+            raise SystemExit("error: nothing could be saved")
+        print("[sporeloom] stopped after step 4", flush=True)
+        raise SystemExit(143)
+    signal.signal(signal.SIGTERM, stop)
+    if rank == 0:
+        time.sleep(0.3)
+        Path(words[words.index("--devices-file") + 1]).write_text("2")
+    time.sleep(20)
+    raise SystemExit("error: nobody asked for the end")
 killed = json.loads(os.environ["KILLED"])
 if size in killed:
     while not (out / "given.jsonl").exists():
@@ -176,6 +193,35 @@ def test_the_newest_state_in_memory_outlives_a_run_that_ends_early(trained, tmp_
     kept = tmp_path / "out" / "checkpoints" / "step-00000007"
     assert sorted(file.name for file in kept.iterdir()) == ["manifest.json", "rank.safetensors"]
     assert sorted(kept.parent.iterdir()) == [kept.parent / "latest", kept]
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "wanted"),
+    [
+        ("saves", 0, [("start", 4), ("resize", 2), ("start", 2), ("end", None)]),
+        ("fails", 2, [("start", 4), ("resize", 2), ("end", None)]),
+        ("gone", 0, [("start", 4), ("resize", 2), ("lost", 2), ("start", 2), ("end", None)]),
+    ],
+)
+def test_a_smaller_number_of_devices(trained, write, how, code, wanted):
+    found, events, _ = trained({}, "--devices-file", write("devices", "4"), RESIZES="4", HOW=how)
+    assert (found, [event[:2] for event in events]) == (code, wanted)
+
+
+def test_a_signal_before_the_workers_are_there_reaches_them(write, tmp_path):
+    """While the starter loads a module, it has no workers."""
+    script = write("rank.py", "import time\ntime.sleep(20)\n")
+    with Jobs("json", are_several=True) as jobs:
+        asked = []
+
+        def look():
+            if not asked:
+                asked.append(time.monotonic())
+                jobs.terminate_workers()
+
+        ended = run_job(jobs, str(script), [], 2, tmp_path / "logs", 0, look=look)
+    assert ended.code and ended.ends and {status for _, status in ended.ends} == {-signal.SIGTERM}
+    assert time.monotonic() - asked[0] < 15
 
 
 def test_given_strategies_are_used_in_place_of_smaller_degrees(trained):

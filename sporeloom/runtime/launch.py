@@ -137,6 +137,11 @@ class Ended:
         logs = (log.read_text(encoding="utf-8", errors="replace") for log in self.log_dir.glob("worker_*.log"))
         return [(rank, 1) for rank in sorted({int(rank) for text in logs for rank in GONE.findall(text)})]
 
+    def has_own_error(self) -> bool:
+        """Whether the logs show an error of the run itself. On devices a traceback may come from the loss of another rank."""
+        report = failure_report(self.log_dir)
+        return report.startswith("error: ") or (" failed first (" in report and not devices())
+
     def report(self) -> int:
         """Print the cause of a failure. Returns the exit code of the command."""
         if not self.code:

@@ -24,6 +24,7 @@ from sporeloom.core.json_text import json_text
 from sporeloom.core.lines import split_lines
 from sporeloom.core.log import counted, milestone
 from sporeloom.core.scratch import scratch_folder
+from sporeloom.runtime.environment import devices as attached
 from sporeloom.runtime.launch import SPORELOOM, STOPPED, Ended, Jobs, run_job, too_many
 from sporeloom.strategy.config import Strategy
 from sporeloom.strategy.loader import load_strategy
@@ -145,8 +146,9 @@ class Elastic:
             return path, full
         if len(given) > 1:
             return max(fitting, key=lambda each: each[1].mesh.size, default=None)
-        found = nearest_strategy(path, full.mesh, devices, lambda strategy: problems_of_strategy(self.run, strategy))
-        if found is None or found[1].mesh.size < self.config.min_devices:
+        sizes = range(self.config.min_devices, devices + 1)
+        found = nearest_strategy(path, full.mesh, sizes, lambda strategy: problems_of_strategy(self.run, strategy))
+        if found is None:
             return None
         settings, strategy = found
         name = "_".join(f"{axis}{degree}" for axis, degree in strategy.mesh.degrees.items())
@@ -228,7 +230,7 @@ class Elastic:
         if self.wanted and not lost and is_asked:
             self.devices.look()
             return None
-        if not lost and ended.code >= 0 and not self.config.launch_command:
+        if not lost and ended.code >= 0 and (not self.config.launch_command or ended.has_own_error()):
             return ended.report()  # an error of the run, which it would meet again
         if not (self.wanted and self.devices.number < self.mesh.size):  # else the file has counted them already
             self.devices.number -= len(lost) or bool(self.config.launch_command)
@@ -297,6 +299,10 @@ def run_elastic(words: Sequence[str], run: Run, loads: str) -> int:
     problems = Problems()
     if not (config.oversubscribe or config.launch_command) and (problem := too_many(run.strategy.mesh.size)):
         problems.append(problem)
+    if (kinds := " and ".join(attached())) and not config.launch_command:
+        problems.append(
+            f"--elastic on {kinds}: the launcher does not learn there which ranks are lost; give --launch-command"
+        )
     devices = problems.of(Devices, run.strategy.mesh.size, config.devices_file)
     for path in config.elastic_strategies:
         if strategy := problems.of(load_strategy, path):

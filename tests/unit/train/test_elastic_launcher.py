@@ -234,3 +234,24 @@ def test_a_command_of_ones_own_starts_the_processes(trained, capsys):
     code, events, _ = trained({"4": 2}, "--launch-command", command, "--save-every", 1)
     assert (code, events) == (0, [("start", 4, None), ("lost", 3, []), ("start", 3, None), ("end", None, None)])
     assert "lost the processes after step 4; 3 devices are left" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("fails", "code"), [("4", 2), ("", 0)])
+def test_an_error_of_the_run_is_no_lost_device_of_a_command(trained, fails, code):
+    command = f"{sys.executable} {FORK} json {{devices}} {{port}} {{log_dir}}"
+    found, events, _ = trained({}, "--launch-command", command, "--save-every", 1, FAILS=fails)
+    assert (found, [event for event, *_ in events]) == (code, ["start", "end"])
+
+
+def test_devices_whose_losses_are_not_reported_need_a_command(trained, monkeypatch):
+    monkeypatch.setattr(elastic, "attached", lambda: {"Ascend": "/dev/davinci_manager"})
+    with pytest.raises(ConfigError, match=r"--elastic on Ascend: .* give --launch-command"):
+        trained({})
+
+
+def test_moments_in_bfloat16_take_half_the_room():
+    sizes = []
+    for dtype in ("float32", "bfloat16"):
+        words = [*map(str, (*TRAIN[1:], "--optimizer-state-dtype", dtype))]
+        sizes.append(check(parse_args(TrainConfig, "", words), None).state_bytes())
+    assert sizes[0] * 2 == sizes[1] * 3

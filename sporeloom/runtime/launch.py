@@ -137,6 +137,11 @@ class Ended:
         logs = (log.read_text(encoding="utf-8", errors="replace") for log in self.log_dir.glob("worker_*.log"))
         return [(rank, 1) for rank in sorted({int(rank) for text in logs for rank in GONE.findall(text)})]
 
+    def has_own_error(self) -> bool:
+        """Whether the logs show an error of the run itself. On devices a traceback may come from the loss of another rank."""
+        report = failure_report(self.log_dir)
+        return report.startswith("error: ") or (" failed first (" in report and not devices())
+
     def report(self) -> int:
         """Print the cause of a failure. Returns the exit code of the command."""
         if not self.code:
@@ -166,6 +171,9 @@ class Jobs:
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: int | None = None
         self._ends: Path | None = None
+        self._size = 0
+        self._terminated: set[int] | None = None
+        """Workers that got SIGTERM; None: nobody asked for it."""
 
     def start(
         self,
@@ -177,6 +185,7 @@ class Jobs:
     ) -> None:
         """Start a job; the one before has ended."""
         self._ends = log_dir / ENDS if self.forks_all else None
+        self._size, self._terminated = num_processes, None
         if self.forks_all and self._process and self._process.poll() is None and self._pipe is not None:
             job = [dict(environment), str(num_processes), str(free_port()), str(log_dir), script, *arguments]
             os.write(self._pipe, (json_text(job) + "\n").encode())
@@ -210,6 +219,8 @@ class Jobs:
     def has_ended(self) -> bool:
         """Whether the job has ended."""
         assert self._process
+        if self._terminated is not None and len(self._terminated) < self._size:
+            self._terminate_new()
         return self._process.poll() is not None or (self._ends is not None and self._ends.exists())
 
     def wait(self) -> tuple[int, list[tuple[int, int]]]:
@@ -223,12 +234,23 @@ class Jobs:
         return found["code"], [(rank, status) for rank, status in found["ends"]]
 
     def terminate_workers(self) -> None:
-        """Pass SIGTERM on to the workers, which stop gracefully; their launcher would kill them."""
-        assert self._process
+        """Pass SIGTERM on to the workers, which stop gracefully; their launcher would kill them. Those that it has not
+        started yet get it later, from `has_ended`."""
+        self._terminated = set()
+        self._terminate_new()
+
+    def _terminate_new(self) -> None:
+        assert self._process and self._terminated is not None
         job = self._process.pid
+        forks = self.command is None and not devices()
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just exited
-            for pid in Path(f"/proc/{job}/task/{job}/children").read_text().split():
-                os.kill(int(pid), signal.SIGTERM)
+            for pid in map(int, Path(f"/proc/{job}/task/{job}/children").read_text().split()):
+                if pid in self._terminated:
+                    continue
+                name = Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace")
+                if not forks or name.startswith("rank "):  # not a command that runs while MindSpore is loaded
+                    os.kill(pid, signal.SIGTERM)
+                    self._terminated.add(pid)
 
     def interrupt(self) -> None:
         """End the workers after a Ctrl-C."""

@@ -222,7 +222,9 @@ class _Run:
             if fault.kill is not None and fault.kill < self.size and fault.kill not in lost:
                 lost.append(fault.kill)
             given = fault.devices if fault.devices is not None else given
-        self.time, self.devices = end, self.devices - len(lost) if given is None else given
+        if given is None:  # a smaller number that is being changed to has counted them already
+            given = self.devices - (0 if self.is_resizing and self.devices < self.size else len(lost))
+        self.time, self.devices = end, given
         self.found.append(Event(end, "lost", self.devices, self.size, self.step, tuple(lost)))
 
     def wait(self) -> bool:

@@ -35,16 +35,19 @@ def smaller_meshes(mesh: Mesh, devices: int) -> list[Mesh]:
 
 
 def nearest_strategy(
-    path: Path, mesh: Mesh, devices: int, problems: Callable[[Strategy], list[str]]
+    path: Path, mesh: Mesh, sizes: range, problems: Callable[[Strategy], list[str]]
 ) -> tuple[dict[str, Any], Strategy] | None:
     """The strategy of a file on the nearest smaller mesh without problems, as the keys of a file; None: there is none.
 
     Args:
         path: file, or name of a built-in strategy.
         mesh: of the file.
+        sizes: numbers of devices that the smaller mesh may have.
         problems: why the run cannot use a strategy.
     """
-    for smaller in smaller_meshes(mesh, devices):
+    for smaller in smaller_meshes(mesh, sizes.stop - 1):
+        if smaller.size not in sizes:
+            continue
         settings = settings_on(path, smaller)
         try:
             strategy = strategy_of(settings, f"{path} on {smaller}")
@@ -71,6 +74,10 @@ def settings_on(path: Path, mesh: Mesh) -> dict[str, Any]:
     if "schedule" in pipeline and (file.parent / str(pipeline["schedule"])).is_file():
         pipeline["schedule"] = str((file.parent / str(pipeline["schedule"])).resolve())
     settings["pipeline"] = pipeline
+    sharded = {**(settings.get("optimizer_parallel") or {})}
+    if isinstance(groups := sharded.get("shard_size"), int) and groups and mesh.replicas % groups:
+        del sharded["shard_size"]  # over all replicas, which takes no more memory than groups of them
+        settings["optimizer_parallel"] = sharded
     useless = {
         "pipeline": mesh.pp == 1,
         "optimizer_parallel": mesh.replicas == 1,

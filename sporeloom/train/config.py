@@ -167,8 +167,10 @@ class Run:
         return self.lora.shapes(self.model) if self.lora else parameter_shapes(self.model)
 
     def state_bytes(self) -> int:
-        """Size of the training state of all ranks: weights, moments and averages in float32."""
-        copies = (1 if self.config.optimizer == "sgd" else 3) + (self.config.ema_decay > 0)
+        """Size of the training state of all ranks: weights and averages in float32, and moments."""
+        narrow = self.config.optimizer_state_dtype == "bfloat16"
+        moments = 0 if self.config.optimizer == "sgd" else 1 if narrow else 2
+        copies = 1 + moments + (self.config.ema_decay > 0)
         return FLOAT32_BYTES * copies * sum(map(math.prod, self.trained_shapes().values()))
 
     def rate_of(self, update: int) -> float:

@@ -16,14 +16,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sporeloom.checkpoint.manifest import MANIFEST, checkpoints
+from sporeloom.checkpoint.manifest import LATEST, MANIFEST, checkpoints
 from sporeloom.core.document import read_text
 from sporeloom.core.errors import ConfigError, Problems
-from sporeloom.core.files import remove, write_text_atomically
+from sporeloom.core.files import remove, replaced_folder, write_text_atomically
 from sporeloom.core.json_text import json_text
 from sporeloom.core.lines import split_lines
 from sporeloom.core.log import counted, milestone
 from sporeloom.core.scratch import scratch_folder
+from sporeloom.runtime.environment import devices as attached
 from sporeloom.runtime.launch import SPORELOOM, STOPPED, Ended, Jobs, run_job, too_many
 from sporeloom.strategy.config import Strategy
 from sporeloom.strategy.loader import load_strategy
@@ -145,8 +146,9 @@ class Elastic:
             return path, full
         if len(given) > 1:
             return max(fitting, key=lambda each: each[1].mesh.size, default=None)
-        found = nearest_strategy(path, full.mesh, devices, lambda strategy: problems_of_strategy(self.run, strategy))
-        if found is None or found[1].mesh.size < self.config.min_devices:
+        sizes = range(self.config.min_devices, devices + 1)
+        found = nearest_strategy(path, full.mesh, sizes, lambda strategy: problems_of_strategy(self.run, strategy))
+        if found is None:
             return None
         settings, strategy = found
         name = "_".join(f"{axis}{degree}" for axis, degree in strategy.mesh.degrees.items())
@@ -224,11 +226,14 @@ class Elastic:
         if not ended.code or self.is_stopped:
             return ended.report()
         lost = [each for each in ended.lost_ranks() if not (self.wanted and each[1] == -signal.SIGTERM)]
-        if self.wanted and not lost:
+        is_asked = ended.is_stopped or any(status == -signal.SIGTERM for _, status in ended.ends)
+        if self.wanted and not lost and is_asked:
+            self.devices.look()
             return None
-        if not lost and ended.code >= 0 and not self.config.launch_command:
+        if not lost and ended.code >= 0 and (not self.config.launch_command or ended.has_own_error()):
             return ended.report()  # an error of the run, which it would meet again
-        self.devices.number -= len(lost) or bool(self.config.launch_command)
+        if not (self.wanted and self.devices.number < self.mesh.size):  # else the file has counted them already
+            self.devices.number -= len(lost) or bool(self.config.launch_command)
         self.devices.look()
         step, state = _last_step(self.folder / METRICS), _step_of([s for s in self._states() if s not in self.old])
         what = " and ".join(f"rank {rank} ({_name_of(status)})" for rank, status in lost) or "the processes"
@@ -244,6 +249,25 @@ class Elastic:
             f"lost {what} after step {step}; {left} left: restart {self.restarts} of at most {limit} from step {state}"
         )
         return None
+
+    def keep_state(self) -> None:
+        """Copy the newest state to the checkpoints where it is only in memory, for --resume."""
+        states = [state for state in self._states() if state not in self.old]
+        if not states or self.memory is None:
+            return
+        step, folder, _ = max(states)
+        target = self.config.states_dir / Path(folder).name
+        if any(state[0] == step and Path(state[1]) == target for state in states):
+            return
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with replaced_folder(target) as partial:
+                shutil.copytree(folder, partial, dirs_exist_ok=True)
+            write_text_atomically(target.parent / LATEST, target.name + "\n")
+        except OSError as error:
+            milestone(f"the state after step {step} could not be copied from memory to {target}: {error}")
+            return
+        milestone(f"copied the state after step {step} from memory to {target}; continue with --resume")
 
     def event(self, event: str, **values: Any) -> None:
         """Record an event of the run in its folder."""
@@ -275,6 +299,10 @@ def run_elastic(words: Sequence[str], run: Run, loads: str) -> int:
     problems = Problems()
     if not (config.oversubscribe or config.launch_command) and (problem := too_many(run.strategy.mesh.size)):
         problems.append(problem)
+    if (kinds := " and ".join(attached())) and not config.launch_command:
+        problems.append(
+            f"--elastic on {kinds}: the launcher does not learn there which ranks are lost; give --launch-command"
+        )
     devices = problems.of(Devices, run.strategy.mesh.size, config.devices_file)
     for path in config.elastic_strategies:
         if strategy := problems.of(load_strategy, path):
@@ -298,9 +326,13 @@ def run_elastic(words: Sequence[str], run: Run, loads: str) -> int:
                 remove(config.output_dir / name)
         elastic = Elastic(run, [*words], jobs, memory, devices)
         before = signal.signal(signal.SIGTERM, elastic.stop)
+        code = 1
         try:
-            return elastic.finish()
+            code = elastic.finish()
+            return code
         finally:
+            if code:
+                elastic.keep_state()
             signal.signal(signal.SIGTERM, before)
 
 

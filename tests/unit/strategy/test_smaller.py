@@ -11,8 +11,8 @@ from sporeloom.strategy.loader import load_strategy
 from sporeloom.strategy.smaller import nearest_strategy, settings_text, smaller_meshes
 
 
-def nearest(path, devices, problems=lambda strategy: []):
-    found = nearest_strategy(Path(path), load_strategy(path).mesh, devices, problems)
+def nearest(path, devices, problems=lambda strategy: [], least=1):
+    found = nearest_strategy(Path(path), load_strategy(path).mesh, range(least, devices + 1), problems)
     return None if found is None else found[1]
 
 
@@ -45,6 +45,19 @@ def test_a_mesh_that_the_run_refuses_is_passed_by():
     assert nearest("pangu_tiny_dp2_tp2", 0) is None
 
 
+def test_a_nearer_mesh_that_is_too_small_is_passed_by(write):
+    path = write("strategy.yaml", "mesh: {dp: 4, tp: 2}\n")
+    found = [nearest(path, 4, lambda each: ["no"] if each.mesh.dp == 2 else [], least).mesh for least in (1, 3)]
+    assert [(mesh.dp, mesh.tp) for mesh in found] == [(1, 2), (4, 1)]
+
+
+@pytest.mark.parametrize(("devices", "dp", "groups"), [(3, 2, None), (4, 4, 4)])
+def test_groups_of_replicas_that_do_not_divide_a_mesh_are_given_up(write, devices, dp, groups):
+    path = write("strategy.yaml", "mesh: {dp: 8}\noptimizer_parallel: {axis: dp, shard_size: 4}\n")
+    strategy = nearest(path, devices)
+    assert (strategy.mesh.dp, strategy.optimizer_parallel.shard_size) == (dp, groups)
+
+
 def test_every_smaller_mesh_fits_and_none_is_there_twice():
     found = smaller_meshes(load_strategy("pangu_200b_dp16_tp8_pp16").mesh, 100)
     assert found and all(mesh.size <= 100 for mesh in found) and len(set(found)) == len(found)
@@ -61,7 +74,9 @@ def test_what_is_written_is_read_as_the_same_strategy(write):
         "optimizer_parallel: {axis: dp}\nsequence_parallel: true\n",
     )
     for devices, lost in ((15, set()), (4, {"optimizer_parallel"}), (3, {"pipeline", "optimizer_parallel"})):
-        settings, strategy = nearest_strategy(path, load_strategy(path).mesh, devices, lambda strategy: [])
+        settings, strategy = nearest_strategy(
+            path, load_strategy(path).mesh, range(1, devices + 1), lambda strategy: []
+        )
         copy = write(f"other/{devices}.yaml", settings_text(settings, "a test"))
         read = load_strategy(copy)
         assert (read.mesh, read.pipeline, read.recompute) == (strategy.mesh, strategy.pipeline, strategy.recompute)

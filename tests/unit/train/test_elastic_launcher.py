@@ -3,7 +3,9 @@
 
 import json
 import os
+import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from conftest import ROOT, in_process
 
 from sporeloom.core.command_line import parse_args
 from sporeloom.core.errors import ConfigError
-from sporeloom.runtime.launch import FORK
+from sporeloom.runtime.launch import FORK, Jobs, run_job
 from sporeloom.train import elastic
 from sporeloom.train.checks import check
 from sporeloom.train.elastic import Devices, run_elastic
@@ -87,11 +89,31 @@ if rank == 0:
     (out / "metrics.jsonl").write_text(json.dumps({"step": int(size)}) + '\\n{"step": 99')
     with (out / "given.jsonl").open("a") as file:
         print(json.dumps([words, json.loads(os.environ["SPORELOOM_ELASTIC"])]), file=file)
+    if os.environ.get("SAVES") == size:
+        state = Path(json.loads(os.environ["SPORELOOM_ELASTIC"])["memory"], "step-00000007")
+        state.mkdir()
+        for name in ("rank.safetensors", "manifest.json"):
+            (state / name).write_text("{}")
+if os.environ.get("RESIZES") == size:
+    def stop(*_):
+        if os.environ["HOW"] == "gone":
+            time.sleep(0.3 * (rank == 0))
+            os.kill(os.getpid(), signal.SIGKILL)
+        if os.environ["HOW"] == "fails":
+            raise SystemExit("error: nothing could be saved")
+        print("[sporeloom] stopped after step 4", flush=True)
+        raise SystemExit(143)
+    signal.signal(signal.SIGTERM, stop)
+    if rank == 0:
+        time.sleep(0.3)
+        Path(words[words.index("--devices-file") + 1]).write_text("2")
+    time.sleep(20)
+    raise SystemExit("error: nobody asked for the end")
 killed = json.loads(os.environ["KILLED"])
 if size in killed:
     while not (out / "given.jsonl").exists():
         time.sleep(0.01)
-    time.sleep(0.2 if rank == killed[size] else 60)
+    time.sleep(0.4 if rank == killed[size] else 60)
     os.kill(os.getpid(), signal.SIGKILL)
 if os.environ.get("FAILS") == size:
     raise SystemExit("error: the run itself")
@@ -165,6 +187,43 @@ def test_an_end_that_a_restart_would_not_change(trained, killed, flags, environm
     assert told in "".join(capfd.readouterr())
 
 
+def test_the_newest_state_in_memory_outlives_a_run_that_ends_early(trained, tmp_path, capsys):
+    code, _, _ = trained({"4": 1}, "--min-devices", 4, SAVES="4")
+    assert code == 1 and "copied the state after step 7 from memory" in capsys.readouterr().err
+    kept = tmp_path / "out" / "checkpoints" / "step-00000007"
+    assert sorted(file.name for file in kept.iterdir()) == ["manifest.json", "rank.safetensors"]
+    assert sorted(kept.parent.iterdir()) == [kept.parent / "latest", kept]
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "wanted"),
+    [
+        ("saves", 0, [("start", 4), ("resize", 2), ("start", 2), ("end", None)]),
+        ("fails", 2, [("start", 4), ("resize", 2), ("end", None)]),
+        ("gone", 0, [("start", 4), ("resize", 2), ("lost", 2), ("start", 2), ("end", None)]),
+    ],
+)
+def test_a_smaller_number_of_devices(trained, write, how, code, wanted):
+    found, events, _ = trained({}, "--devices-file", write("devices", "4"), RESIZES="4", HOW=how)
+    assert (found, [event[:2] for event in events]) == (code, wanted)
+
+
+def test_a_signal_before_the_workers_are_there_reaches_them(write, tmp_path):
+    """While the starter loads a module, it has no workers."""
+    script = write("rank.py", "import time\ntime.sleep(20)\n")
+    with Jobs("json", are_several=True) as jobs:
+        asked = []
+
+        def look():
+            if not asked:
+                asked.append(time.monotonic())
+                jobs.terminate_workers()
+
+        ended = run_job(jobs, str(script), [], 2, tmp_path / "logs", 0, look=look)
+    assert ended.code and ended.ends and {status for _, status in ended.ends} == {-signal.SIGTERM}
+    assert time.monotonic() - asked[0] < 15
+
+
 def test_given_strategies_are_used_in_place_of_smaller_degrees(trained):
     code, _, given = trained({"4": 0}, "--elastic-strategies", "pangu_tiny_pp2")
     assert code == 0 and [words[-2:] for words, _ in given][1] == ["pangu_tiny_pp2", "--overwrite"]
@@ -175,3 +234,24 @@ def test_a_command_of_ones_own_starts_the_processes(trained, capsys):
     code, events, _ = trained({"4": 2}, "--launch-command", command, "--save-every", 1)
     assert (code, events) == (0, [("start", 4, None), ("lost", 3, []), ("start", 3, None), ("end", None, None)])
     assert "lost the processes after step 4; 3 devices are left" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("fails", "code"), [("4", 2), ("", 0)])
+def test_an_error_of_the_run_is_no_lost_device_of_a_command(trained, fails, code):
+    command = f"{sys.executable} {FORK} json {{devices}} {{port}} {{log_dir}}"
+    found, events, _ = trained({}, "--launch-command", command, "--save-every", 1, FAILS=fails)
+    assert (found, [event for event, *_ in events]) == (code, ["start", "end"])
+
+
+def test_devices_whose_losses_are_not_reported_need_a_command(trained, monkeypatch):
+    monkeypatch.setattr(elastic, "attached", lambda: {"Ascend": "/dev/davinci_manager"})
+    with pytest.raises(ConfigError, match=r"--elastic on Ascend: .* give --launch-command"):
+        trained({})
+
+
+def test_moments_in_bfloat16_take_half_the_room():
+    sizes = []
+    for dtype in ("float32", "bfloat16"):
+        words = [*map(str, (*TRAIN[1:], "--optimizer-state-dtype", dtype))]
+        sizes.append(check(parse_args(TrainConfig, "", words), None).state_bytes())
+    assert sizes[0] * 2 == sizes[1] * 3

@@ -173,7 +173,7 @@ class Jobs:
         self._ends: Path | None = None
         self._size = 0
         self._terminated: set[int] | None = None
-        """Workers that got SIGTERM; None: nobody asked for it."""
+        """Workers that got SIGTERM; None: no end was requested."""
 
     def start(
         self,

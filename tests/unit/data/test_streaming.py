@@ -15,6 +15,7 @@ from sporeloom.data.loader import rows_of_rank
 from sporeloom.data.sample_order import Sizes
 from sporeloom.data.streaming import Cursor, StreamedText, StreamLoader, TokenStream
 from sporeloom.tasks.pretraining import Pretraining
+from sporeloom.train.plain_text import TrainConfig
 
 MODEL = SimpleNamespace(num_mtp_layers=0, dropout_rate=0.0)
 TEXTS = [f"{'town ' * (i % 7)}number {i}" if i % 11 else "  " for i in range(90)]
@@ -155,6 +156,14 @@ def test_a_state_drops_the_positions_before_it(folders):
     assert min(block for block in made.cursors if block) == 80
     assert made.state(20) == before
     np.testing.assert_array_equal(made.samples(3), expected[3])
+
+
+@pytest.mark.parametrize("told", [{"key": "body"}, {"split": "train"}, {"shuffle_block": 64}])
+def test_flags_of_streaming_are_refused_without_it(tmp_path, told):
+    (tmp_path / "a.txt").write_text("text")
+    config = TrainConfig(data=tmp_path / "a.txt", **told)
+    flag = f"--{next(iter(told))}".replace("_", "-")
+    assert f"{flag}: is read with --streaming alone; give it, too" in list(config.problems())
 
 
 def test_problems_name_columns_and_splits(folders, tmp_path):

@@ -35,6 +35,7 @@ from sporeloom.checkpoint.tensor_files import (
     CHUNK_NUMBERS,
     TensorDescription,
     model_files,
+    numpy_dtype,
     read_rows,
     stored_tensors,
     write_model_files,
@@ -205,12 +206,21 @@ def write_checkpoint(job: UpcycleJob, target: Path) -> int:
         for name, shape in parameter_shapes(job.model).items()
         if not prefix or is_trained(name)
     }
+    # A moment keeps its type, as bfloat16 of --optimizer-state-dtype; new ones have that of the others.
+    dtypes = {
+        moment: next(entry.dtype for name, entry in old.tensors.items() if name.startswith(moment))
+        for moment in moments
+    }
+    described = {
+        name: TensorDescription(next((dtypes[m] for m in moments if name.startswith(m)), "float32"), shape)
+        for name, shape in shapes.items()
+    }
     with new_folder(target) as partial_folder:
         tensors, files = write_shards(
             partial_folder,
-            {name: TensorDescription("float32", shape) for name, shape in shapes.items()},
+            described,
             {name: [(file_name(0), TensorSlice.full(shape))] for name, shape in shapes.items()},
-            lambda name, _: job.rows(name),
+            lambda name, _: (rows.astype(numpy_dtype(described[name].dtype), copy=False) for rows in job.rows(name)),
         )
         new = dataclasses.replace(
             old,

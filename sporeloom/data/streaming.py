@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -201,6 +202,8 @@ class StreamLoader:
         self._at = 0
         """Block that the stream comes to next."""
         self._held: dict[int, NDArray[np.int32]] = {}
+        self._lock = threading.Lock()
+        """Held by the thread that moves the stream or reads the positions: batches are made ahead in one of their own."""
 
     def first_sequence(self, step: int) -> int:
         """Number of the first sequence of a step."""
@@ -214,12 +217,21 @@ class StreamLoader:
             ConfigError: a document that cannot be read.
         """
         first, found = self.first_sequence(step), []
-        for number in range(first, self.first_sequence(step + 1)):
-            block, place = divmod(number, self.block)
-            found.append(self._block(block)[place])
-        for old in [block for block in self._held if block < first // self.block]:
-            del self._held[old]
+        with self._lock:
+            for number in range(first, self.first_sequence(step + 1)):
+                block, place = divmod(number, self.block)
+                found.append(self._block(block)[place])
+            for old in [block for block in self._held if block < first // self.block]:
+                del self._held[old]
         return np.stack(found)
+
+    def blank(self, step: int) -> Batch:
+        """Zeros of the shapes of `step`, for which nothing is read."""
+        count = self.first_sequence(step + 1) - self.first_sequence(step)
+        batch = make_batch(np.zeros((count, self.sizes.longest + 1), np.int32), None, None)
+        for array in batch:
+            array[:] = 0
+        return batch
 
     def batch(self, step: int) -> Batch:
         """Inputs of `step`; the loss weights count the global batch, also where only some rows are read."""
@@ -251,10 +263,12 @@ class StreamLoader:
         }
 
     def state(self, step: int) -> dict[str, Any]:
-        """Positions for a run that resumes after `step` steps."""
+        """Positions for a run that resumes after `step` steps. Earlier ones are dropped, but for the beginning."""
         needed = self.first_sequence(step) // self.block
-        reached = max((block for block in self.cursors if block <= needed), default=0)
-        return {"blocks": {str(reached): list(self.cursors[reached])}}
+        with self._lock:
+            reached = max(block for block in self.cursors if block <= needed)
+            self.cursors = {block: at for block, at in self.cursors.items() if not 0 < block < reached}
+            return {"blocks": {str(reached): list(self.cursors[reached])}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take up the positions of a checkpoint.
@@ -267,7 +281,8 @@ class StreamLoader:
             cursor = Cursor(*values)
             if int(block) < 0 or min(cursor) < 0 or cursor.file >= files or len(values) != len(Cursor._fields):
                 raise ValueError(f"{block}: {values} is not a position in {files} files")
-            self.cursors[int(block)] = cursor
+            with self._lock:
+                self.cursors[int(block)] = cursor
 
     def _block(self, block: int) -> NDArray[np.int32]:
         """Sequences of a block, shuffled, (block, T + 1)."""

@@ -4,6 +4,7 @@ requests, in the same order; one rank has the answers and broadcasts them."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Iterator, Sequence
@@ -279,7 +280,7 @@ def run_tasks(
     """
     if not config.trust_remote_code:
         _confine_templates()
-    try:
+    with _errors_of(config):
         found = simple_evaluate(
             model=model,
             tasks=[*tasks],
@@ -289,6 +290,25 @@ def run_tasks(
             apply_chat_template=config.apply_chat_template,
             bootstrap_iters=1000,
         )
+    return found if model.engine.is_log_rank else None
+
+
+def load_tasks(config: HarnessConfig, manager: TaskManager, tasks: Sequence[str]) -> None:
+    """Load the data of tasks once, for errors to come before other work; `run_tasks` finds them in the cache.
+
+    Raises:
+        ConfigError: tasks that cannot be read.
+    """
+    if not config.trust_remote_code:
+        _confine_templates()
+    with _errors_of(config):
+        manager.load([*tasks])
+
+
+@contextlib.contextmanager
+def _errors_of(config: HarnessConfig) -> Iterator[None]:
+    """Raise errors of the harness about its tasks as `ConfigError`."""
+    try:
+        yield
     except (FileNotFoundError, ConnectionError, ValueError, SecurityError) as error:
         raise ConfigError(f"--tasks {' '.join(config.tasks)}: {first_line(error)}") from None
-    return found if model.engine.is_log_rank else None

@@ -13,7 +13,7 @@ from mindspore import nn
 
 from sporeloom.core.errors import ConfigError
 from sporeloom.data.tokenizer import Tokenizer
-from sporeloom.evaluation.harness import HarnessModel, known_tasks, run_tasks
+from sporeloom.evaluation.harness import HarnessModel, known_tasks, load_tasks, run_tasks
 from sporeloom.evaluation.harness_config import HarnessConfig, code_of_tasks, rows
 from sporeloom.inference.config import GenerateConfig, GenerateJob
 from sporeloom.inference.mixed import cached
@@ -30,7 +30,7 @@ class TaskEvaluator:
     """Evaluates the present weights on tasks, as `sporeloom evaluate lm-eval` does a checkpoint of them.
 
     Raises:
-        ConfigError: there is no such task, or one runs code.
+        ConfigError: there is no such task, one runs code, or its data cannot be loaded.
     """
 
     def __init__(self, run: Run, engine: Engine, net: nn.Cell, tokenizer: Tokenizer):
@@ -46,10 +46,10 @@ class TaskEvaluator:
         )
         if problems := code_of_tasks(self.config):
             raise ConfigError(map(_by_own_flags, problems))
-        try:
+        with _own_flags():
             self.tasks = known_tasks(self.config)
-        except ConfigError as error:
-            raise ConfigError(map(_by_own_flags, error.problems)) from None
+            with _same_random_states():  # before the first step, which an error would lose
+                load_tasks(self.config, *self.tasks)
         asked = GenerateConfig(
             checkpoint=config.output_dir, max_new_tokens=self.config.max_new_tokens, batch_size=num_rows
         )
@@ -64,7 +64,7 @@ class TaskEvaluator:
 
     def metrics(self) -> dict[str, float]:
         """Scores and their standard errors, by task and metric. Random states stay as they are."""
-        with _same_random_states(), contextlib.redirect_stderr(io.StringIO()):
+        with _own_flags(), _same_random_states(), contextlib.redirect_stderr(io.StringIO()):
             found = run_tasks(self.model, self.config, *self.tasks)
         metrics: dict[str, float] = {}
         for task, name, value, error in rows(found["results"]) if found else ():
@@ -72,6 +72,15 @@ class TaskEvaluator:
             if error is not None:
                 metrics[f"{task}/{name}_stderr"] = error
         return metrics
+
+
+@contextlib.contextmanager
+def _own_flags() -> Iterator[None]:
+    """Raise problems with the flags of a run."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(map(_by_own_flags, error.problems)) from None
 
 
 def _by_own_flags(problem: str) -> str:

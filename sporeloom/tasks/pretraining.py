@@ -75,7 +75,18 @@ class Pretraining(Task):
         return self.loader.batch(step)
 
     def inputs(self, step: int) -> Arrays:
-        arrays, dropping = super().inputs(step), self.run.random_ltd
+        return self._with_kept(step, super().inputs(step))
+
+    def shaped_inputs(self, step: int) -> Arrays:
+        if not isinstance(self.loader, StreamLoader):
+            return self.inputs(step)
+        # Its text must not be read yet: the positions of a resumed run are restored later.
+        arrays = self.with_mtp_targets([*self.loader.blank(step)])
+        return self._with_kept(step, self.with_dropout_keys(step, arrays))
+
+    def _with_kept(self, step: int, arrays: Arrays) -> Arrays:
+        """Inputs of `step`, with the tokens that the layers keep where some are dropped."""
+        dropping = self.run.random_ltd
         batch, length = self.run.sizes.of_step(step)
         if dropping and (kept := dropping.kept(step, length)) < length:
             rows, seed = self.loader.rows(batch), self.run.config.seed

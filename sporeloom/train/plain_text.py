@@ -203,7 +203,11 @@ class TrainConfig(RandomLTDFlags, ValidationFlags, SizeFlags, TrainingConfig):
 def _streaming_problems(config: TrainConfig) -> Iterator[str]:
     """List the flags that text which is tokenized while training leaves no choice for."""
     if not config.streaming:
-        given = {"--key": config.key != "text", "--split": config.split is not None}
+        given = {
+            "--key": config.key != "text",
+            "--split": config.split is not None,
+            "--shuffle-block": config.shuffle_block != type(config).shuffle_block,
+        }
         yield from (f"{flag}: is read with --streaming alone; give it, too" for flag, is_it in given.items() if is_it)
         return
     if config.tokenizer is None:

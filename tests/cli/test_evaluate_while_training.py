@@ -74,6 +74,18 @@ def test_a_mesh_has_the_scores_of_its_weights(folder, tmp_path):
     assert "evaluation/town/acc" not in found[0]
 
 
+def test_data_that_cannot_be_loaded_end_a_run_before_its_first_step(folder, tmp_path):
+    (tmp_path / "gone.yaml").write_text(TASK.replace("DATA", str(tmp_path / "gone.jsonl")))
+    outcome = in_process(
+        *("tools/train.py", "--data", folder / "text.txt", *FLAGS, "--steps", 1, "--output-dir", tmp_path / "out"),
+        *("--eval-tasks", tmp_path / "gone.yaml"),
+    )
+    assert outcome.code == 2, outcome.output
+    assert f"--eval-tasks {tmp_path / 'gone.yaml'}: " in outcome.output
+    assert "compiled" not in outcome.output
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()
+
+
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [

@@ -13,6 +13,7 @@ from sporeloom.checkpoint.model_folder import load_config, load_weights
 from sporeloom.checkpoint.sharded import damage
 
 CORPUS = ROOT / "examples" / "small_town.txt"
+NARROW = ("--optimizer-state-dtype", "bfloat16")
 pytestmark = pytest.mark.slow
 
 
@@ -20,7 +21,8 @@ pytestmark = pytest.mark.slow
 def run(tmp_path_factory):
     """A dense run of two steps: its weights, and the state it could be resumed from."""
     folder = tmp_path_factory.mktemp("dense") / "out"
-    outcome = tool("tools/train.py", "--data", CORPUS, "--steps", 2, "--save-every", 2, "--output-dir", folder)
+    told = ("--steps", 2, "--save-every", 2, *NARROW, "--output-dir", folder)
+    outcome = tool("tools/train.py", "--data", CORPUS, *told)
     assert outcome.code == 0, outcome.output
     return folder
 
@@ -70,7 +72,11 @@ def test_a_training_checkpoint_keeps_its_moments_and_is_resumed(run, tmp_path):
     dense = read_manifest(checkpoints(run / "checkpoints")[0])
     name = "adam_m.layers.0.mlp.{}up.weight"
     assert manifest.tensors[name.format("experts.")].shape == (2, *dense.tensors[name.format("")].shape)
-    told = ("--config", out / "config.json", "--steps", 3, "--resume", "--output-dir", tmp_path / "out")
+    assert {
+        name.split(".")[0]: entry.dtype for name, entry in manifest.tensors.items() if "_" in name.split(".")[0]
+    } == {name.split(".")[0]: entry.dtype for name, entry in dense.tensors.items() if "_" in name.split(".")[0]}
+    assert manifest.tensors[name.format("experts.")].dtype == "bfloat16"
+    told = ("--config", out / "config.json", *NARROW, "--steps", 3, "--resume", "--output-dir", tmp_path / "out")
     outcome = tool("tools/train.py", "--data", CORPUS, *told)
     assert outcome.code == 0, outcome.output
     line = json.loads((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()[-1])

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text that is tokenized while training: the stream that `preprocess tokenize` makes, and the same steps from anywhere."""
 
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
 import datasets
 import numpy as np
 import pyarrow
@@ -11,7 +14,10 @@ from sporeloom.core.errors import ConfigError
 from sporeloom.data.loader import rows_of_rank
 from sporeloom.data.sample_order import Sizes
 from sporeloom.data.streaming import Cursor, StreamedText, StreamLoader, TokenStream
+from sporeloom.tasks.pretraining import Pretraining
+from sporeloom.train.plain_text import TrainConfig
 
+MODEL = SimpleNamespace(num_mtp_layers=0, dropout_rate=0.0)
 TEXTS = [f"{'town ' * (i % 7)}number {i}" if i % 11 else "  " for i in range(90)]
 EOD = 255
 
@@ -118,6 +124,46 @@ def test_only_what_a_block_needs_is_in_memory(folders, monkeypatch):
     resumed.samples(20)
     assert TEXTS[1] not in seen
     assert len(seen) < 10
+
+
+def test_compiling_reads_no_text(folders, monkeypatch):
+    made = loader(folders)
+    real = made.batch(0)
+    monkeypatch.setattr(StreamLoader, "samples", lambda *_: pytest.fail("text was read"))
+    task = Pretraining(SimpleNamespace(random_ltd=None, lora=None, model=MODEL, sizes=made.sizes), None)
+    task.loader = made
+    shaped = task.shaped_inputs(0)
+    assert [(array.shape, array.dtype) for array in shaped] == [(array.shape, array.dtype) for array in real]
+    assert not any(array.any() for array in shaped)
+
+
+def test_two_threads_get_the_samples_of_one(folders):
+    expected = [loader(folders).samples(step) for step in range(0, 40, 5)]
+    for _ in range(3):
+        made = loader(folders)
+        with ThreadPoolExecutor(2) as threads:
+            found = [
+                threads.submit(lambda made=made: [made.samples(step) for step in range(0, 40, 5)]) for _ in range(2)
+            ]
+            for future in found:
+                np.testing.assert_array_equal(future.result(60), expected)
+
+
+def test_a_state_drops_the_positions_before_it(folders):
+    made = loader(folders, block=1)
+    expected = [made.samples(step) for step in range(30)]
+    before = made.state(20)
+    assert min(block for block in made.cursors if block) == 80
+    assert made.state(20) == before
+    np.testing.assert_array_equal(made.samples(3), expected[3])
+
+
+@pytest.mark.parametrize("told", [{"key": "body"}, {"split": "train"}, {"shuffle_block": 64}])
+def test_flags_of_streaming_are_refused_without_it(tmp_path, told):
+    (tmp_path / "a.txt").write_text("text")
+    config = TrainConfig(data=tmp_path / "a.txt", **told)
+    flag = f"--{next(iter(told))}".replace("_", "-")
+    assert f"{flag}: is read with --streaming alone; give it, too" in list(config.problems())
 
 
 def test_problems_name_columns_and_splits(folders, tmp_path):

@@ -15,6 +15,7 @@ import numpy as np
 from mindspore import Tensor, nn
 from numpy.typing import NDArray
 
+from sporeloom.core.errors import ConfigError
 from sporeloom.inference.cache import CacheFullError, SlotTable, cache_bytes
 from sporeloom.inference.pooling import Pooling
 from sporeloom.inference.slot_memory import SlotMemory
@@ -386,7 +387,7 @@ class UncachedDecoder(Rows):
         return {row: logits[row][-len(chunks[row]) :] if row in chunks else logits[row][-1] for row in logits}
 
     def states(self, chunks: Mapping[int, Sequence[int]]) -> dict[int, Logits] | None:
-        raise NotImplementedError("embeddings need a KV cache")
+        raise ConfigError("embeddings need a KV cache; decode with one")
 
     def trim(self, row: int, length: int) -> None:
         del self.tokens[row][length:]

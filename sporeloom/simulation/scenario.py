@@ -57,11 +57,17 @@ class Fault:
             raise ConfigError(f"faults: at {self.at_s:g} s: give `messages` with slow_link, and only there")
         if self.slow_link is not None and len(set(self.slow_link)) != 2:
             raise ConfigError(f"faults: at {self.at_s:g} s: slow_link takes two ranks")
+        if self.until_s is not None and self.until_s <= self.at_s:
+            raise ConfigError(f"faults: at {self.at_s:g} s: until_s {self.until_s:g} must be later")
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that it names."""
+        return [rank for rank in (self.kill, self.slow_rank, *(self.slow_link or ())) if rank is not None]
 
     def delay(self, time_s: float, size: int) -> float:
         """Seconds by which a step of so many ranks that begins now is longer."""
-        ranks = [self.slow_rank] if self.slow_rank is not None else self.slow_link or []
-        if not self.delay_s or not self.until_s or not self.at_s <= time_s < self.until_s or max(ranks) >= size:
+        if not self.delay_s or not self.until_s or not self.at_s <= time_s < self.until_s or max(self.ranks) >= size:
             return 0.0
         return self.delay_s * (self.messages or 1)
 
@@ -84,12 +90,19 @@ class Scenario:
     """Time from the last step to the end of the run."""
     save_every: Count = 1
     """Steps between the states that a loss leads back to."""
+    max_restarts: Natural = 3
+    """Number of losses that the run survives; the next one ends it."""
     faults: list[Fault]
 
     def __post_init__(self) -> None:
         sizes = [mesh.devices for mesh in self.meshes]
         if not sizes or len(set(sizes)) < len(sizes):
             raise ConfigError("meshes: name at least one, and each number of devices once")
+        if wrong := [fault for fault in self.faults if max(fault.ranks, default=0) >= max(sizes)]:
+            raise ConfigError(
+                f"faults: at {fault.at_s:g} s: there is no rank {max(fault.ranks)}; the largest mesh has {max(sizes)}"
+                for fault in wrong
+            )
 
     def mesh_for(self, devices: int) -> MeshTimes | None:
         """The largest mesh of at most so many devices."""
@@ -147,6 +160,7 @@ class _Run:
     devices: int = 0
     size: int = 0
     is_resizing: bool = False
+    losses: int = 0
     found: list[Event] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -170,7 +184,7 @@ class _Run:
             is_first = False
             yield from self.found
             self.found.clear()
-            if is_done:
+            if is_done or self.losses > self.scenario.max_restarts:
                 yield self.event("end")
                 return
 
@@ -187,7 +201,7 @@ class _Run:
             if is_first:
                 self.note("step")
                 is_first = False
-            if self.is_resizing:
+            if self.is_resizing and self.step < scenario.steps:  # after the last step the run just ends
                 self.advance(scenario.stop_s)
                 return False
         return self.advance(scenario.end_s)
@@ -224,7 +238,7 @@ class _Run:
             given = fault.devices if fault.devices is not None else given
         if given is None:  # a smaller number that is being changed to has counted them already
             given = self.devices - (0 if self.is_resizing and self.devices < self.size else len(lost))
-        self.time, self.devices = end, given
+        self.time, self.devices, self.losses = end, given, self.losses + 1
         self.found.append(Event(end, "lost", self.devices, self.size, self.step, tuple(lost)))
 
     def wait(self) -> bool:

@@ -61,11 +61,7 @@ def check(config: TrainingConfig, num_processes: int | None) -> Run:
     config = problems.of(_with_folder, config) or config
     if family:
         config = problems.of(_with_own_tokenizer, config, family) or config
-    problems += _own_problems(config)
-    problems += config.problems()
-    problems += [*config.tracking_problems(), *config.sample_problems(), *config.evaluation_problems()]
-    problems += _ema_and_certificate(config)
-    problems += config.elastic_problems(ElasticStart.of_environment() is not None)
+    problems += _flag_problems(config)
     strategy = problems.of(load_strategy, config.strategy) if config.strategy else SINGLE_DEVICE
     if config.tokenizer and not config.tokenizer.exists():
         problems.append(f"--tokenizer {config.tokenizer}: there is no such tokenizer")
@@ -110,6 +106,17 @@ def check(config: TrainingConfig, num_processes: int | None) -> Run:
         random_ltd=random_ltd,
         groups=groups,
     )
+
+
+def _flag_problems(config: TrainingConfig) -> Iterator[str]:
+    """List the problems of flags alone."""
+    yield from _own_problems(config)
+    yield from config.problems()
+    yield from config.tracking_problems()
+    yield from config.sample_problems()
+    yield from config.evaluation_problems()
+    yield from _ema_and_certificate(config)
+    yield from config.elastic_problems(ElasticStart.of_environment() is not None)
 
 
 def _ema_and_certificate(config: TrainingConfig) -> Iterator[str]:

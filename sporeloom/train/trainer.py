@@ -207,11 +207,13 @@ def run_steps(
             last_step = step if _is_over(training, step) else run.config.steps
             if training.samples and not is_spike and training.samples.is_due(step, last_step):
                 _sample(training, training.samples, step)
-            if training.evaluations and not is_spike and training.evaluations.is_due(step, last_step):
-                metrics = _evaluated(training, training.evaluations, metrics)
             with saver.saving_after_an_error(step):
-                if writer:
-                    writer.write(metrics)
+                try:
+                    if training.evaluations and not is_spike and training.evaluations.is_due(step, last_step):
+                        metrics = _evaluated(training, training.evaluations, metrics)
+                finally:  # the step is done, whatever became of its evaluation
+                    if writer:
+                        writer.write(metrics)
                 training.engine.backend.announce_step(step)
             if guard and is_spike:
                 rewind(training, guard, saver, step)

@@ -3,6 +3,7 @@
 
 import importlib.util
 import json
+from pathlib import Path
 
 import pytest
 from conftest import CONFIGS, TWO_LAYERS, in_process, tool
@@ -13,16 +14,7 @@ pytestmark = [
 ]
 TEXT = "The mill is near the river and a bridge, the bridge is near the market and a school. " * 40
 FLAGS = ("--config", TWO_LAYERS, "--seq-len", 64, "--learning-rate", 3e-3, "--warmup-steps", 0, "--decay-steps", 4)
-TASK = """task: town
-dataset_path: json
-dataset_kwargs: {data_files: DATA}
-test_split: train
-output_type: multiple_choice
-doc_to_text: "{{question}}"
-doc_to_choice: "{{choices}}"
-doc_to_target: "{{answer}}"
-metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
-"""
+TASK = Path(__file__).with_name("town_task.yaml").read_text(encoding="utf-8")
 LINES = [
     {"question": "The mill is near the", "choices": ["river", "zebra"], "answer": 0},
     {"question": "the bridge is near the", "choices": ["zoo and a", "market and a"], "answer": 1},

@@ -3,6 +3,7 @@
 
 import importlib.util
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,16 +11,7 @@ from conftest import ROOT, call, in_process, tool
 
 pytestmark = pytest.mark.slow
 WORKER = "tests/cli/lm_eval_worker.py"
-CHOICES = """task: town
-dataset_path: json
-dataset_kwargs: {data_files: DATA}
-test_split: train
-output_type: multiple_choice
-doc_to_text: "{{question}}"
-doc_to_choice: "{{choices}}"
-doc_to_target: "{{answer}}"
-metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
-"""
+CHOICES = Path(__file__).with_name("town_task.yaml").read_text(encoding="utf-8")
 ROLLING = """task: long_texts
 dataset_path: json
 dataset_kwargs: {data_files: DATA}

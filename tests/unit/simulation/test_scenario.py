@@ -75,6 +75,15 @@ def test_a_loss_leads_back_to_the_last_state(simulated):
     assert found[2:4] == [(8, "lost", 3, 4, 7), (8, "start", 3, 2, 6)]
 
 
+def test_the_loss_after_the_last_restart_ends_the_run(simulated):
+    faults = [{"at_s": 3.5, "kill": 1}, {"at_s": 5, "kill": 1}]
+    assert simulated(faults, max_restarts=1)[-2:] == [(5.5, "lost", 2, 2, 3), (5.5, "end", 2, 2, 3)]
+
+
+def test_a_change_of_devices_in_the_last_step_starts_nothing(simulated):
+    assert simulated([{"at_s": 9.5, "devices": 2}])[-1][1:] == ("end", 2, 4, 10)
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -84,6 +93,8 @@ def test_a_loss_leads_back_to_the_last_state(simulated):
         ({"faults": [{"at_s": 1, "slow_link": [1, 1], "delay_s": 1, "until_s": 2, "messages": 1}]}, "takes two ranks"),
         ({"faults": [{"at_s": 1, "slow_link": [1, 0], "delay_s": 1, "until_s": 2}]}, "give `messages` with slow_link"),
         ({"faults": [{"at_s": -1, "kill": 0}]}, "at_s"),
+        ({"faults": [{"at_s": 3, "until_s": 3, "slow_rank": 0, "delay_s": 1}]}, "until_s 3 must be later"),
+        ({"faults": [{"at_s": 3, "kill": 4}]}, "at 3 s: there is no rank 4; the largest mesh has 4"),
         ({"meshes": []}, "meshes: name at least one"),
         ({"stepz": 3}, "stepz is unknown; did you mean steps"),
     ],

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor
 
+from sporeloom.core.errors import ConfigError
 from sporeloom.data.sample_order import Sizes
 from sporeloom.train import state, trainer
 from sporeloom.train.adafactor import Adafactor
@@ -158,3 +159,25 @@ def test_adafactor_takes_its_decay_from_the_update():
     for update in (1, 2, 40):
         optimizer.prepare(update, 0.1)
         assert float(optimizer.beta2.asnumpy()) == pytest.approx(1 - update**-0.8, abs=1e-7)
+
+
+def test_a_step_whose_evaluation_fails_is_written_and_saved(monkeypatch):
+    def fail():
+        raise ConfigError("the benchmark cannot be read")
+
+    written, saved = [], []
+
+    @contextlib.contextmanager
+    def saving(step):
+        try:
+            yield
+        except ConfigError:
+            saved.append(step)
+            raise
+
+    training = training_of([1.0, 1.0, 1.0], monkeypatch, scaled=False)
+    training.evaluations = SimpleNamespace(is_due=lambda step, _: step == 2, metrics=fail)
+    saver = SimpleNamespace(saving_after_an_error=saving, after_step=lambda _: False)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        trainer.run_steps(training, SimpleNamespace(write=lambda metrics: written.append(metrics.step)), saver, 0)
+    assert (written, saved) == ([1, 2], [2])

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from sporeloom.checkpoint.content_hash import MASK, content_hash
 from sporeloom.checkpoint.finite import is_finite
 from sporeloom.checkpoint.manifest import FOLDER, LATEST, Manifest, StoredSlice, TensorEntry, checkpoints
-from sporeloom.checkpoint.tensor_files import TensorDescription, not_finite_tensors, write_tensor_by_tensor
+from sporeloom.checkpoint.tensor_files import TensorDescription, not_finite_tensors, numpy_dtype, write_tensor_by_tensor
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.files import flush, remove, remove_folder, replace_folder, write_text_atomically
 from sporeloom.core.hashes import write_hashes
@@ -136,7 +136,7 @@ class CheckpointReader:
         for part in entry.parts:  # a file that has all of it needs no copy
             if part.bounds.overlap(wanted) == wanted:
                 return self._read(part, name, wanted.within(part.bounds))
-        result = np.empty(wanted.shape, entry.dtype)
+        result = np.empty(wanted.shape, numpy_dtype(entry.dtype))
         for part in entry.parts:
             if common := part.bounds.overlap(wanted):
                 result[common.within(wanted).slices] = self._read(part, name, common.within(part.bounds))
@@ -164,9 +164,8 @@ class CheckpointReader:
                 self._files[part.file] = safetensors.safe_open(path, framework="numpy")
             file = self._files[part.file]
             is_scalar = not inside.shape
-            array: NDArray[Any] = (
-                np.asarray(file.get_tensor(name)) if is_scalar else file.get_slice(name)[inside.slices]
-            )
+            array = np.asarray(file.get_tensor(name)) if is_scalar else file.get_slice(name)[inside.slices]
+            array = array.view(numpy_dtype(array.dtype.name))
             self._bytes_mapped += array.nbytes
         except (safetensors.SafetensorError, OSError, ValueError) as error:
             raise ConfigError(f"{path}: {name} cannot be read: {first_line(error)}") from None

@@ -7,6 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+import mindspore as ms
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -231,3 +233,19 @@ def test_killed_at_any_moment_a_complete_checkpoint_is_left(tmp_path):
         assert manifest.tensors["a"].hash == f"{content_hash(expected):016x}"
         saved = manifest.step
     assert saved >= 10  # a busy machine saves few
+
+
+def test_bfloat16_is_read_as_one_type_whichever_library_gave_numpy_its_name(tmp_path, monkeypatch):
+    """MindSpore has a second type of that name, which no array of the first is cast to; NumPy finds the one imported last."""
+    value = np.arange(24, dtype=np.float32).reshape(4, 6).astype(ml_dtypes.bfloat16)
+    whole, cut = (save(tmp_path / str(seed), seed=seed, tensors={"w": value}) for seed in (3, 0))
+    assert [len(read_manifest(folder).tensors["w"].parts) for folder in (whole, cut)] == [1, 4]
+    other = ms.Tensor([1.0], ms.bfloat16).asnumpy().dtype
+    monkeypatch.setitem(np.sctypeDict, "bfloat16", other.type)
+    assert np.dtype("bfloat16") == other != value.dtype
+    for folder in (whole, cut):
+        reader = CheckpointReader(folder, read_manifest(folder))
+        for part in (TensorSlice.full((4, 6)), TensorSlice((1, 2), (2, 3))):
+            read = reader.read("w", part)
+            assert read.dtype == ml_dtypes.bfloat16
+            np.testing.assert_array_equal(read, value[part.slices])

@@ -7,6 +7,7 @@ every other process reports it and exits, so that no job hangs.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -30,6 +31,7 @@ from sporeloom.runtime.trace import TRACE, now
 
 RECEIVE_TIMEOUT_S = 600.0
 GOODBYE_S = 0.3
+LINGER_MS = 5000
 SMALL_BYTES = 1 << 16  # up to here one exchange of full arrays is faster than two of slices
 NUMBERS = "biufc"  # kinds of NumPy dtypes that a message may hold, besides bfloat16
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)  # not by name, which MindSpore also registers
@@ -98,6 +100,8 @@ class Transport:
             recv_monitor_message(monitor)
         except zmq.ZMQError:
             return  # this transport is closing
+        finally:
+            monitor.close()
         self._lose(peer)
 
     def _lose(self, peer: int) -> None:
@@ -124,8 +128,9 @@ class Transport:
         while True:
             try:
                 frames = self._pull.recv_multipart(copy=False)
-            except zmq.ZMQError:
-                return  # this transport is closing
+            except zmq.ZMQError:  # this transport is closing
+                self._pull.close()
+                return
             try:
                 self._take(frames)
             except Exception as error:  # the next message may be valid
@@ -260,7 +265,7 @@ class Transport:
         return value
 
     def close(self) -> None:
-        """Close the connections gracefully; sent messages still arrive."""
+        """Close the connections gracefully; sent messages still arrive. Threads end and sockets close soon afterwards."""
         if self._closing:
             return
         for peer in self._peers:
@@ -271,8 +276,11 @@ class Transport:
         time.sleep(GOODBYE_S)
         for socket in self._peers.values():
             socket.disable_monitor()
-            socket.close(linger=5000)
+            socket.close(linger=LINGER_MS)
         self._place.leave()
+        # It ends the threads that receive, and waits for messages to peers that do not read them any more.
+        with contextlib.suppress(RuntimeError):  # Python is ending and starts none
+            threading.Thread(target=self._context.term, daemon=True).start()
 
 
 @functools.lru_cache(maxsize=1 << 16)

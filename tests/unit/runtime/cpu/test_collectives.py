@@ -100,3 +100,25 @@ def test_outside_of_graphs_a_rank_may_wait_for_long(pair, capsys):
     late.start()
     pair[0].receive(1, "request")
     assert capsys.readouterr().err == ""
+
+
+def test_connections_that_are_closed_leave_no_thread_and_no_open_file(tmp_path):
+    """A process may join one job after another, as those of these tests do hundreds of times."""
+
+    def held():
+        return threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
+
+    def join_and_leave(number):
+        pair = [Transport(rank, 2, f"{tmp_path.name}-{number}") for rank in (0, 1)]
+        for transport in pair:
+            transport.send_value(1 - transport.rank, "number", number)
+        assert [transport.receive(1 - transport.rank, "number", 10) for transport in pair] == [number, number]
+        for transport in pair:
+            transport.close()
+
+    before, deadline = held(), time.monotonic() + 30
+    for number in range(3):
+        join_and_leave(number)
+    while held() > before and time.monotonic() < deadline:  # what is left closes after its last message
+        time.sleep(0.05)
+    assert held() <= before

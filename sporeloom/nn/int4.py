@@ -37,43 +37,53 @@ def _parameters(shape, weights: WeightFormat):
 
 
 class Dequantize(nn.Cell):
-    """w = (q - zero) * scale, float32: bytes (..., out, in/32, 16), scale and zero (..., out, groups) -> (..., out, in)."""
+    """w = (q - zero) * scale, of float32 throughout: bytes (..., out, in/32, 16), scale and zero (..., out, groups, 1)
+    -> (..., out, in)."""
 
     def __init__(self, shape):
         super().__init__()
         self.shape = tuple(shape)
-        self.cast, self.zero_cast = ops.Cast(), ops.Cast()
-        self.expand, self.expand_scale, self.expand_zero = ops.ExpandDims(), ops.ExpandDims(), ops.ExpandDims()
-        self.divide, self.half = ops.FloorDiv(), ops.FloorMod()
+        self.expand, self.divide, self.half = ops.ExpandDims(), ops.FloorDiv(), ops.FloorMod()
         self.minus_zero, self.rescale = ops.Sub(), ops.Mul()
         self.by_group, self.flat = ops.Reshape(), ops.Reshape()
 
     def construct(self, packed, scale, zero=None):
-        q = self.expand(self.cast(packed, mstype.float32), -2)  # (..., out, in/32, 1, 16)
+        q = self.expand(packed, -2)  # (..., out, in/32, 1, 16)
         q = self.half(self.divide(q, _divisors()), 16.0)  # (..., out, in/32, 2, 16)
-        groups = scale.shape[-1]
+        groups = scale.shape[-2]
         q = self.by_group(q, (*self.shape[:-1], groups, self.shape[-1] // groups))
-        if zero is None:
-            q = self.minus_zero(q, float(SYMMETRIC_ZERO))
-        else:
-            q = self.minus_zero(q, self.expand_zero(self.zero_cast(zero, mstype.float32), -1))
-        return self.flat(self.rescale(q, self.expand_scale(scale, -1)), self.shape)
+        q = self.minus_zero(q, float(SYMMETRIC_ZERO) if zero is None else zero)
+        return self.flat(self.rescale(q, scale), self.shape)
 
 
-class Int4Linear(AdaptedProduct):
-    """y = x W^T + b, with W (out, in) in int4, its scales (out, groups), and zero points likewise where it has them."""
+class Int4Matrix:
+    """The matrix (..., out, in) of a Cell in int4: its bytes, scales (..., out, groups), and zero points likewise where it
+    has them. Rules shard these by the operators that read them."""
+
+    def hold(self, shape, weights: WeightFormat):
+        self.weight, self.scale, zero = _parameters(shape, weights)
+        self.weight_cast, self.scale_expand, self.dequantize = ops.Cast(), ops.ExpandDims(), Dequantize(shape)
+        self.has_zeros = weights.has_zeros
+        if self.has_zeros:
+            self.zero, self.zero_expand, self.zero_cast = zero, ops.ExpandDims(), ops.Cast()
+
+    def matrix(self):
+        packed, scale = self.weight_cast(self.weight, mstype.float32), self.scale_expand(self.scale, -1)
+        if not self.has_zeros:
+            return self.dequantize(packed, scale)
+        return self.dequantize(packed, scale, self.zero_cast(self.zero_expand(self.zero, -1), mstype.float32))
+
+
+class Int4Linear(AdaptedProduct, Int4Matrix):
+    """y = x W^T + b, with W (out, in)."""
 
     has_kernel = False
 
     def __init__(self, linear: Linear, weights: WeightFormat):
         super().__init__()
         self.matrix_shape = tuple(linear.weight.shape)
-        self.weight, self.scale, zero = _parameters(self.matrix_shape, weights)
-        self.has_zeros = weights.has_zeros
-        if self.has_zeros:
-            self.zero = zero
+        self.hold(self.matrix_shape, weights)
         self.dtype, self.has_bias = linear.dtype, linear.has_bias
-        self.dequantize = Dequantize(self.matrix_shape)
         self.matmul, self.cast = ops.MatMul(transpose_b=True), ops.Cast()
         if self.has_bias:
             self.bias, self.bias_add = linear.bias, ops.Add()
@@ -82,11 +92,7 @@ class Int4Linear(AdaptedProduct):
         if self.has_kernel and x.shape[0] <= MAX_KERNEL_ROWS:
             y = self.kernel(x, *self.operands())
         else:
-            if self.has_zeros:
-                w = self.dequantize(self.weight, self.scale, self.zero)
-            else:
-                w = self.dequantize(self.weight, self.scale)
-            y = self.matmul(x, self.cast(w, self.dtype))
+            y = self.matmul(x, self.cast(self.matrix(), self.dtype))
             if self.has_bias:
                 y = self.bias_add(y, self.cast(self.bias, self.dtype))
         return self.with_adapters(y, x, adapter_ids) if self.has_adapters else y
@@ -96,25 +102,17 @@ class Int4Linear(AdaptedProduct):
         return (*found, self.bias) if self.has_bias else found
 
 
-class Int4ExpertLinear(nn.Cell):
-    """y = x W^T + b for each expert, with W (E, out, in) in int4, its scales (E, out, groups), zero points likewise."""
+class Int4ExpertLinear(nn.Cell, Int4Matrix):
+    """y = x W^T + b for each expert, with W (E, out, in)."""
 
     def __init__(self, linear: ExpertLinear, weights: WeightFormat):
         super().__init__()
-        self.weight, self.scale, zero = _parameters(linear.weight.shape, weights)
-        self.has_zeros = weights.has_zeros
-        if self.has_zeros:
-            self.zero = zero
+        self.hold(linear.weight.shape, weights)
         self.dtype, self.has_bias = linear.dtype, linear.has_bias
-        self.dequantize = Dequantize(linear.weight.shape)
         self.matmul, self.cast = ops.BatchMatMul(transpose_b=True), ops.Cast()
         if self.has_bias:
             self.bias, self.bias_add = linear.bias, ops.Add()
 
     def construct(self, x):  # (E, R, in) -> (E, R, out)
-        if self.has_zeros:
-            w = self.dequantize(self.weight, self.scale, self.zero)
-        else:
-            w = self.dequantize(self.weight, self.scale)
-        y = self.matmul(x, self.cast(w, self.dtype))
+        y = self.matmul(x, self.cast(self.matrix(), self.dtype))
         return self.bias_add(y, self.cast(self.bias, self.dtype)) if self.has_bias else y

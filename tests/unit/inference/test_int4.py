@@ -10,7 +10,8 @@ import pytest
 from sporeloom.inference.quantize import dequantized, int4_of, packed
 from sporeloom.models.family import size_config
 from sporeloom.models.weight_formats import WEIGHT_FORMATS, format_problems
-from sporeloom.nn.int4 import Dequantize
+from sporeloom.nn.int4 import Int4Linear
+from sporeloom.nn.linear import Linear
 
 INT4 = [name for name, each in WEIGHT_FORMATS.items() if each.bits == 4]
 
@@ -61,8 +62,10 @@ def test_the_operators_dequantize_what_was_packed(name):
         block, of = divmod(column, 32)
         half = bytes_of[:, block, of % 16] >> 4 if of >= 16 else bytes_of[:, block, of % 16] & 15
         np.testing.assert_array_equal(half, found.q[:, column])
-    inputs = [bytes_of, found.scale] + ([found.zero] if WEIGHT_FORMATS[name].has_zeros else [])
-    got = Dequantize((24, 256))(*map(ms.Tensor, inputs)).asnumpy()
+    cell = Int4Linear(Linear(256, 24, 0.02, bias=False), WEIGHT_FORMATS[name])
+    for parameter, value in zip(cell.operands(), (bytes_of, found.scale, found.zero), strict=False):
+        parameter.set_data(ms.Tensor(value))
+    got = cell.matrix().asnumpy()
     exact = (found.q.astype(np.float64).reshape(*found.zero.shape, -1) - found.zero[..., None]) * found.scale[..., None]
     np.testing.assert_array_equal(got, exact.reshape(24, 256).astype(np.float32))
     np.testing.assert_array_equal(got, dequantized(found))

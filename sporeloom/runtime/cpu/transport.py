@@ -290,7 +290,16 @@ def _text(tag: Hashable) -> str:
 
 
 def _named(dtype: np.dtype[Any]) -> str:
-    return dtype.name if dtype == BFLOAT16 else dtype.str  # the str of bfloat16 is that of two untyped bytes
+    """The name of a type that a message may hold.
+
+    Raises:
+        TypeError: it may not; the receiver would drop the message, and wait for it.
+    """
+    if dtype.name == BFLOAT16.name:  # of ml_dtypes or MindSpore; its str is that of two untyped bytes
+        return BFLOAT16.name
+    if dtype.kind not in NUMBERS:
+        raise TypeError(f"messages hold numbers, not {dtype}")
+    return dtype.str
 
 
 def _to_array(body: zmq.Frame, dtype: str, shape: Sequence[int]) -> Array:

@@ -4,6 +4,8 @@ import threading
 import time
 from pathlib import Path
 
+import mindspore as ms
+import ml_dtypes
 import numpy as np
 import pytest
 from conftest import msrun
@@ -32,6 +34,17 @@ def test_messages_keep_their_order_within_a_tag_and_do_not_mix_between_tags(pair
         pair[0].send(1, "a", np.array([value]))
         pair[0].send(1, "b", np.array([10 * value]))
     assert [pair[1].receive(0, tag).item() for tag in ("b", "a", "a", "b")] == [10, 1, 2, 20]
+
+
+def test_numbers_arrive_as_they_are_and_nothing_else_is_sent(pair):
+    second = ms.Tensor([1.5], ms.bfloat16).asnumpy()  # of MindSpore's own type of that name
+    assert second.dtype != ml_dtypes.bfloat16
+    for array in (second, np.array([1.5], ml_dtypes.bfloat16), np.array([True]), np.array([3], ">i2")):
+        pair[0].send(1, "a", array)
+        received = pair[1].receive(0, "a", timeout_s=5.0)
+        assert received.dtype.name == array.dtype.name and received.tobytes() == array.tobytes()
+    with pytest.raises(TypeError, match="messages hold numbers, not <U1"):
+        pair[0].send(1, "a", np.array(["x"]))
 
 
 def test_a_message_and_its_receiver_find_each_other_however_close_they_come(tmp_path, monkeypatch):

@@ -23,7 +23,7 @@ CASES = {
         "experts": None,
         "windows": [0, 5, 7],
         "indexer": {"layers": [0], "top_k": 16, "num_heads": 2, "head_dim": 16},
-        "streams": {"num_streams": 4, "norm_layers": [1]},
+        "streams": {"num_streams": 4, "rounds": 4, "norm_layers": [1]},
     },
 }
 

@@ -26,6 +26,9 @@ from sporeloom.train.muon import Muon
 
 BATCH = 8
 INDEXER = {"layers": (0,), "top_k": 6, "num_heads": 2, "head_dim": 16}
+STREAMS = {"num_streams": 4, "rounds": 4, "norm_layers": (1,)}
+"""Each of 20 rounds would be compiled; the values of all are those of the reference (tests/unit/test_openpangu_2.py)."""
+OPENPANGU_2 = {"windows": (0, 5, 0, 5, 7), "indexer": INDEXER, "streams": STREAMS}
 SMALL = {"vocab_size": 128, "hidden_size": 64, "seq_len": 32}
 EXPERTS = {
     "num_experts": 4,
@@ -76,8 +79,8 @@ MODELS = {
     "moe": ("pangu", "tiny", {"experts": {**EXPERTS, "experts_per_token": 2, **BALANCED}}),
     "moge": ("pangu", "embedded_tiny", {"experts": {**EXPERTS, **MOGE}}),
     "latent": ("pangu", "ultra_moe_tiny", {"experts": None}),
-    "two": ("pangu", "2_tiny", {"experts": None, "windows": (0, 5, 0, 5, 7), "indexer": INDEXER}),
-    "two_moe": ("pangu", "2_tiny", {"experts": SIGMOID, "windows": (0, 5, 0, 5, 7), "indexer": INDEXER}),
+    "two": ("pangu", "2_tiny", {"experts": None, **OPENPANGU_2}),
+    "two_moe": ("pangu", "2_tiny", {"experts": SIGMOID, **OPENPANGU_2}),
     "latent_moe": ("pangu", "ultra_moe_tiny", {"experts": GROUPS}),
     "sigma": ("pangu", "tiny", {"experts": SIGMA}),
 }

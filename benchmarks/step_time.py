@@ -121,7 +121,7 @@ def row(name, report):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--jobs", type=int, default=40)
+    parser.add_argument("--jobs", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     asked = parser.parse_args()
     rng, folder, rows = random.Random(asked.seed), Path(tempfile.mkdtemp(prefix="step-time-")), []

@@ -91,6 +91,8 @@ class Dimensions(Widths):
     """Dropout masks are kept for the backward pass."""
     float32_softmax: bool = False
     """Attention probabilities in float32 and masks as numbers, as in this package's models; else 2 bytes and 1."""
+    operator_norm: bool = False
+    """Norms are RMSNorm of several operators in float32, as this package's models have it, rather than one kernel."""
 
     def __post_init__(self) -> None:
         if problems := list(number_problems(self, str)) or self.misfits():
@@ -271,6 +273,7 @@ def of_decoder(config: ModelConfig, seq_len: int | None = None, has_drops: bool 
         mtp_layers=config.num_mtp_layers,
         products=products_of(config, seq_len or config.seq_len),
         float32_softmax=True,
+        operator_norm=config.norm == "rms",
     )
 
 

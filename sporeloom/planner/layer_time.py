@@ -14,6 +14,7 @@ from sporeloom.planner.parallelism import Parallelism
 from sporeloom.planner.rates import KERNEL_HEAD, Rates, all_reduce, all_to_all
 
 SCORE_PASSES = 6.5  # products write and read scores; scale, mask, softmax and dropout pass over them
+NORM_PASSES, OWN_RMS_PASSES = 4, 9  # a kernel reads and writes; operators of RMSNorm square, scale and weigh in float32
 OWN_SCORE_PASSES, OWN_DROPOUT_PASSES = 8.5, 2.5  # softmax in float32 writes probabilities in both types
 
 
@@ -43,6 +44,11 @@ def score_passes(dims: Dimensions, job: Parallelism) -> float:
     return SCORE_PASSES
 
 
+def norm_passes(dims: Dimensions, job: Parallelism) -> int:
+    """Number of passes over the input of a norm in a forward pass."""
+    return OWN_RMS_PASSES if job.own_graphs and job.precision != "fp32" and dims.operator_norm else NORM_PASSES
+
+
 def layer_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> LayerTime:
     """Time of the forward pass of one layer for one microbatch."""
     tokens, tp, h, q = job.microbatch * dims.seq_len / job.cp, job.tp, dims.hidden_size, dims.query_size
@@ -54,7 +60,7 @@ def layer_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> LayerTime
     if job.flash_attention:
         attention *= 0.5 * max(1.0, KERNEL_HEAD / dims.head_size)
     # Passes: two norms read and write, two residual additions read twice and write once, each with half a dropout mask.
-    passes = (3 + 4 * dims.num_norms) * tokens * h / (tp if job.sequence_parallel else 1)
+    passes = (3 + norm_passes(dims, job) * dims.num_norms) * tokens * h / (tp if job.sequence_parallel else 1)
     passes += (2 * dims.mlp_matrices - 2) * tokens * ffn / tp  # the activation
     if not job.flash_attention:
         passes += score_passes(dims, job) * tokens * dims.num_heads * dims.seq_len / tp

@@ -15,11 +15,14 @@ from sporeloom.core.lines import first_line
 from sporeloom.core.numbers import Count
 from sporeloom.data.documents import decode_text
 from sporeloom.inference.config import ComputeFlags
+from sporeloom.inference.pooling import Pooling
 from sporeloom.inference.speculation_config import SpeculationFlags
 from sporeloom.serve.config import ServeConfig, ServeJob, check
 from sporeloom.serve.fields import shown
 
-URLS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+TEXT_URLS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+VECTOR_URLS = ("/v1/embeddings", "/rerank", "/v1/rerank", "/v2/rerank")
+URLS = TEXT_URLS + VECTOR_URLS
 MAX_SHOWN = 10
 """Number of wrong lines that are reported."""
 NO_TIMEOUT_S = 1e8
@@ -48,6 +51,7 @@ class BatchConfig(ComputeFlags, SpeculationFlags):
     tool_call_parser: str = _same("tool_call_parser")
     reasoning_parser: str = _same("reasoning_parser")
     lora_modules: tuple[str, ...] = _same("lora_modules")
+    embeddings: Pooling | None = _same("embeddings")
 
     @property
     def serving(self) -> ServeConfig:
@@ -88,6 +92,8 @@ def check_batch(config: BatchConfig, num_processes: int | None, rank: int = 0) -
         ConfigError: all problems of the files, or else of the model.
     """
     requests = read_requests(config.input)
+    if config.embeddings is None and (url := next((each.url for each in requests if each.url in VECTOR_URLS), None)):
+        raise ConfigError(f"{config.input}: has requests for {url}; give --embeddings last, or mean")
     done = finished_ids(config.output)
     for place, (name, request) in enumerate(zip(done, requests, strict=False), 1):
         if name != request.custom_id:

@@ -37,3 +37,23 @@ def test_an_interrupted_batch_ends_as_one_that_was_not(checkpoint, tmp_path):
     assert len({str(each) for each in choices if each}) == 5
     outcome = tool("tools/batch.py", checkpoint, requests, answers)
     assert outcome.code == 0 and "complete, 6 answers" in outcome.output
+
+
+def test_vectors_and_texts_share_a_batch(checkpoint, tmp_path):
+    asked = {
+        "vector": ("/v1/embeddings", {"input": PROMPT}),
+        "text": ("/v1/completions", {"prompt": PROMPT, "max_tokens": 2}),
+        "order": ("/rerank", {"query": PROMPT, "documents": ["春天", PROMPT]}),
+    }
+    requests, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [{"custom_id": name, "url": url, "body": body} for name, (url, body) in asked.items()]
+    requests.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    refused = tool("tools/batch.py", checkpoint, requests, answers)
+    assert refused.code == 2 and "has requests for /v1/embeddings; give --embeddings last, or mean" in refused.output
+    outcome = tool("tools/batch.py", checkpoint, requests, answers, "--embeddings", "last")
+    assert outcome.code == 0, outcome.output
+    told = {each["custom_id"]: each["response"]["body"] for each in map(json.loads, answers.open(encoding="utf-8"))}
+    assert list(told) == list(asked) and told["text"]["usage"]["completion_tokens"] == 2
+    assert sum(x * x for x in told["vector"]["data"][0]["embedding"]) == pytest.approx(1.0, abs=1e-5)
+    first = told["order"]["results"][0]
+    assert first["index"] == 1 and first["relevance_score"] == pytest.approx(1.0, abs=1e-6)

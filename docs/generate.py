@@ -30,7 +30,7 @@ PLAIN = {
 }
 """What numbers with bounds are called in the tables."""
 SUBCOMMANDS = {
-    "plan": ("", "validate"),
+    "plan": ("", "validate", "serve"),
     "dry-run": ("", "explain"),
     "evaluate": ("humaneval-x", "lm-eval"),
     "config": ("diff",),

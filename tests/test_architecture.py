@@ -44,7 +44,7 @@ PACKAGES = {
         "train",
     },
     "evaluation": {"align", "data", "inference", "runtime"},
-    "serve": {"checkpoint", "data", "inference", "runtime", "strategy"},
+    "serve": {"checkpoint", "data", "dry_run", "inference", "planner", "runtime", "strategy"},
     "dry_run": {"nn", "parallel", "partition", "planner", "runtime", "strategy", "tasks", "train"},
     "certification": {"data", "dry_run", "parallel", "partition", "planner", "runtime", "strategy", "tasks", "train"},
     "integrations": {"checkpoint", "data", "dialects", "inference", "runtime", "strategy", "train"},

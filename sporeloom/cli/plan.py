@@ -7,6 +7,7 @@ MindSpore.
     sporeloom plan --config dims.yaml --cluster h100 --devices 64 --global-batch-size 512
     sporeloom plan list                            built-in strategies, for --strategy NAME
     sporeloom plan validate RUNS.csv --json        how far the cost model is from published runs
+    sporeloom plan serve --model pangu --size 13b --cluster ascend910b        devices, latency, throughput of a server
 
 --config takes a model by its dimensions alone: a YAML file with the fields of sporeloom.planner.dimensions.Dimensions.
 docs/explanation/planner.md derives every term.
@@ -16,6 +17,7 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -91,7 +93,9 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if argv[:1] == ["validate"]:
         return check_against_runs(parse_args(ValidateConfig, __doc__, argv[1:]))
-    check_subcommand(argv, ("list", "validate"))
+    if argv[:1] == ["serve"]:
+        return import_module("sporeloom.serve.plan_command").main(argv[1:])  # it compiles graphs, with MindSpore
+    check_subcommand(argv, ("list", "validate", "serve"))
     config = parse_args(PlanConfig, __doc__, argv, requested)
     request = requested(config)
     if config.out and not config.model:

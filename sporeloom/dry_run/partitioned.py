@@ -72,7 +72,7 @@ def partition_model(
     Raises:
         ConfigError: it cannot be partitioned.
     """
-    _begin()
+    begin()
     gc.disable()  # millions of small objects, none in cycles
     built = model_cell(family, model, strategy, batch, inference, accumulate, task)
     return _partitioned(built, strategy, strategy.num_microbatches(accumulate))
@@ -90,7 +90,7 @@ def partition_custom(
     Raises:
         ConfigError: it cannot be partitioned.
     """
-    _begin()
+    begin()
     start, built = time.perf_counter(), custom_cell(make, strategy, inputs)
     if strategy.mesh.pp == 1:
         return _partitioned(built, strategy, 1)
@@ -104,7 +104,20 @@ def partition_custom(
     return Partitioned(strategy, report, passes, update, cut.num_microbatches, built.trained, seconds, sums)
 
 
-def _begin() -> None:
+def partition_forward(net: nn.Cell, strategy: Strategy, inputs: Sequence[tuple[Shape, Any]]) -> Partitioned:
+    """Partition the forward pass of a parallelized network, after `begin`.
+
+    Args:
+        inputs: global shape and NumPy dtype of each.
+
+    Raises:
+        ConfigError: it cannot be partitioned.
+    """
+    return _partitioned(DryRunCell(net, net.parallel_report, inputs), strategy, 1)
+
+
+def begin() -> None:
+    """Set up this process for graphs of any devices."""
     prepare_environment()
     pin_cpu()  # on machines with devices, too: the graph does not depend on them
 

@@ -53,6 +53,7 @@ def build_model(
     lends_rows: bool = False,
     kv_cache: CacheName = "auto",
     gives_states: bool = False,
+    takes_kernels: bool = True,
 ) -> nn.Cell:
     """The family's model, parallelized, its weights not materialised; not training.
 
@@ -60,6 +61,7 @@ def build_model(
     with whose parameters it computes, whatever becomes of them; `lora`: that model's adapters. `ranks`: of several adapters
     that tokens choose from (see `ranks_of_several`). `lends_rows`: a place in the batch may compute for any
     row of the caches. `kv_cache`: number type of these. `gives_states`: `HiddenStates` can be wrapped around it.
+    `takes_kernels`: on a CPU alone compiled kernels replace operators.
     """
     with no_init_parameters():
         net: nn.Cell = family_module(family, "model").Model(config)
@@ -82,6 +84,7 @@ def build_model(
     net.num_kernels, net.has_several_adapters, net.rows_are_alone = 0, bool(ranks), False
     if (
         caches
+        and takes_kernels
         and strategy.mesh.size == 1
         and ms.get_context("device_target") == "CPU"
         and (library := kernel_library())

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory and time of serving a model, from the graphs that a server runs: a chunk of a prompt, a token of each sequence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.shipped import DECODER, EXPERTS
+from sporeloom.dry_run.memory.run import memory_timeline
+from sporeloom.dry_run.partitioned import begin, partition_forward
+from sporeloom.dry_run.time.device_model import DeviceModel
+from sporeloom.dry_run.time.run import step_times
+from sporeloom.dry_run.time.simulate import RankTime
+from sporeloom.inference.cache import CacheName, cache_problems
+from sporeloom.inference.decoding import bucket
+from sporeloom.inference.model import CACHE, build_model
+from sporeloom.models.config import ModelConfig
+from sporeloom.models.slots import num_slots_for
+from sporeloom.models.weight_formats import WEIGHT_FORMATS, WeightName, format_problems
+from sporeloom.planner.cluster import Cluster
+from sporeloom.strategy.checks import model_problems
+from sporeloom.strategy.config import Strategy
+from sporeloom.strategy.loader import strategy_of
+
+MAX_TP = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingLoad:
+    """Sequences that a server computes at the same time, and the requests that they are."""
+
+    num_rows: int
+    input_len: int
+    """Tokens of each prompt."""
+    output_len: int
+    """Tokens of each answer."""
+    chunk: int
+    """Tokens of a prompt that are prefilled between two decode steps."""
+    weights: WeightName = "float32"
+    kv_cache: CacheName = "auto"
+
+    @property
+    def num_chunks(self) -> int:
+        return math.ceil(self.input_len / self.chunk)
+
+
+@dataclass(frozen=True)
+class ServingPlan:
+    """An estimate of a server on `tp` devices. Bytes are of each device, seconds of the program's graphs on it."""
+
+    load: ServingLoad
+    tp: int
+    weight_bytes: int
+    cache_bytes: int
+    peak_bytes: int
+    """Peak of the memory pool, in the larger of both graphs."""
+    chunk_s: float
+    """Time of a chunk of a prompt."""
+    decode_s: float
+    """Time of a decode step: one token of each sequence."""
+    decode_parts: dict[str, float]
+    """Seconds of a decode step by kind of kernel, and by collective what is not hidden."""
+
+    @property
+    def first_token_s(self) -> float:
+        """Time to the first token of a prompt on an idle server."""
+        return self.load.num_chunks * self.chunk_s
+
+    @property
+    def request_s(self) -> float:
+        """Seconds of the devices that a request takes while all rows are busy."""
+        return self.first_token_s + (self.load.output_len - 1) * self.decode_s / self.load.num_rows
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of answers per second while all rows are busy; prompts take their part of the time."""
+        return self.load.output_len / self.request_s
+
+
+def plan_serving(family: str, model: ModelConfig, cluster: Cluster, load: ServingLoad, tp: int | None) -> ServingPlan:
+    """Estimate a server with tensor parallelism over `tp` devices; None: over the fewest that it fits into, a power of two.
+
+    Raises:
+        ConfigError: the model cannot be served so, or does not fit.
+    """
+    if problems := [*load_problems(load, model), *cache_problems(load.kv_cache, model)]:
+        raise ConfigError(problems)
+    begin()
+    for devices in _possible(model, load) if tp is None else [tp]:
+        strategy = _strategy(model, devices)
+        if problems := _problems(strategy, model, load):
+            raise ConfigError(problems)
+        server = _Server(family, model, strategy, load)
+        needed = sum(server.held_bytes)
+        if needed <= cluster.usable_bytes:
+            plan = server.plan(cluster)
+            if (needed := plan.peak_bytes) <= cluster.usable_bytes:
+                return plan
+    raise ConfigError(
+        f"{cluster.chip}: a device has {cluster.usable_bytes / 2**30:.1f} GB to use, and the server needs "
+        f"{needed / 2**30:.1f} GB on each of {devices}; give fewer --max-num-seqs, a shorter --input-len or --output-len, "
+        "smaller --weights or --kv-cache" + ("" if tp is None else ", or a larger --tp")
+    )
+
+
+def load_problems(load: ServingLoad, model: ModelConfig) -> list[str]:
+    """List what is wrong with a load."""
+    longest = load.input_len + load.output_len
+    if longest > model.seq_len:
+        return [
+            f"--input-len + --output-len = {longest} tokens are more than {model.seq_len}, the model's longest context"
+        ]
+    return []
+
+
+def _strategy(model: ModelConfig, tp: int) -> Strategy:
+    return strategy_of({"mesh": {"tp": tp}, "rules": EXPERTS if model.experts else DECODER}, f"--tp {tp}")
+
+
+def _problems(strategy: Strategy, model: ModelConfig, load: ServingLoad) -> list[str]:
+    misfits = format_problems(WEIGHT_FORMATS[load.weights], model, strategy.mesh.tp)
+    return [*model_problems(strategy, model), *(f"--weights {load.weights}: {problem}" for problem in misfits)]
+
+
+def _possible(model: ModelConfig, load: ServingLoad) -> Iterator[int]:
+    """Tensor parallel degrees that the model has, at least 1, which the caller finds the problems of."""
+    for tp in (2**power for power in range(MAX_TP.bit_length())):
+        if tp > 1 and _problems(_strategy(model, tp), model, load):
+            return
+        yield tp
+
+
+class _Server:
+    """A server's network, its weights not materialised."""
+
+    def __init__(self, family: str, model: ModelConfig, strategy: Strategy, load: ServingLoad):
+        self.model, self.strategy, self.load = model, strategy, load
+        shape = (load.num_rows, num_slots_for(load.input_len + load.output_len))
+        weights = WEIGHT_FORMATS[load.weights]
+        self.net = build_model(
+            family, model, strategy, shape, weights, kv_cache=load.kv_cache, takes_kernels=False
+        )  # also of one device the graph is that of devices
+
+    @property
+    def held_bytes(self) -> tuple[int, int]:
+        """Bytes of the weights and of the KV cache on each device."""
+        weights = cache = 0
+        for parameter in self.net.get_parameters():
+            local = math.prod(self.net.parallel_report.of(parameter.name).local_shape) * parameter.itemsize
+            cache += local if CACHE in parameter.name else 0
+            weights += 0 if CACHE in parameter.name else local
+        return weights, cache
+
+    def plan(self, cluster: Cluster) -> ServingPlan:
+        device, load = DeviceModel(cluster), self.load
+        chunk, chunk_peak = self._step(device, 1, bucket(load.chunk, load.chunk))
+        decode, decode_peak = self._step(device, load.num_rows, 1)
+        peak, parts = max(chunk_peak, decode_peak), {**decode.busy(), **decode.exposed()}
+        return ServingPlan(load, self.strategy.mesh.tp, *self.held_bytes, peak, chunk.end, decode.end, parts)
+
+    def _step(self, device: DeviceModel, rows: int, length: int) -> tuple[RankTime, int]:
+        """Time of `length` tokens of each of some rows, and the peak of the memory pool."""
+        ids, slots = ((rows, length), np.int32), ((rows, self.model.kv_heads, length, 3), np.int32)
+        partitioned = partition_forward(self.net, self.strategy, [ids, ids, ((rows,), np.int32), slots])
+        return step_times(partitioned, device)[0], memory_timeline(partitioned, 0).pool_bytes

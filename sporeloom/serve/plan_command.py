@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Estimate a server: the devices it needs, their memory, latency and throughput, from the graphs that it would run.
+
+    sporeloom plan serve --model pangu --size 13b --cluster ascend910b
+    sporeloom plan serve --model CHECKPOINT --cluster h100 --max-num-seqs 32 --input-len 2048 --output-len 512 --weights int8
+
+Nothing is measured, and no published run of a server is in the fit of the cost model: the estimates have no interval.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from sporeloom.core.command_line import check_numbers, option, parse_args
+from sporeloom.core.json_text import json_text
+from sporeloom.core.log import print_report
+from sporeloom.core.numbers import Count
+from sporeloom.inference.cache import KV_CACHE_HELP, CacheName
+from sporeloom.models.config_file import named_model, with_model_folder
+from sporeloom.models.weight_formats import WEIGHTS_HELP, WeightName
+from sporeloom.planner.cluster import read_cluster
+from sporeloom.serve.config import CHUNK
+from sporeloom.serve.plan import ServingLoad, ServingPlan, plan_serving
+
+GB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanServeConfig:
+    heading: ClassVar[str] = "plan serve"
+    common: ClassVar[tuple[str, ...]] = (
+        *("model", "size", "cluster", "tp", "max_num_seqs", "input_len", "output_len", "weights", "kv_cache", "json"),
+    )
+    model: str = option("pangu", "model family, or a model folder, also of Hugging Face")
+    size: str = option("tiny", "built-in size of the family")
+    config: Path | None = option(
+        None, "JSON file with model configuration fields that replace those of the size (default: none)"
+    )
+    cluster: Path = option(..., "cluster file, or name of a built-in cluster")
+    tp: Count | None = option(None, "number of devices, all tensor parallel (default: the fewest that it fits into)")
+    max_num_seqs: Count = option(16, "number of sequences that are computed at the same time")
+    input_len: Count = option(1024, "number of tokens of each prompt")
+    output_len: Count = option(256, "number of tokens of each answer")
+    prefill_chunk: Count = option(CHUNK, "number of prompt tokens prefilled between two decode steps")
+    weights: WeightName = option("float32", WEIGHTS_HELP)
+    kv_cache: CacheName = option("auto", KV_CACHE_HELP)
+    compute_dtype: Literal["bfloat16", "float16", "float32"] = option("bfloat16", "number type of matrix products")
+    json: bool = option(False, "print JSON instead of the report")
+
+
+def main(argv: Sequence[str]) -> int:
+    given = parse_args(PlanServeConfig, __doc__, argv)
+    check_numbers(given)
+    config = with_model_folder(given)
+    model = dataclasses.replace(
+        named_model(config.model, config.size, config.config), compute_dtype=config.compute_dtype, dropout_rate=0.0
+    )
+    load = ServingLoad(
+        num_rows=config.max_num_seqs,
+        input_len=config.input_len,
+        output_len=config.output_len,
+        chunk=min(config.prefill_chunk, config.input_len),
+        weights=config.weights,
+        kv_cache=config.kv_cache,
+    )
+    cluster = read_cluster(config.cluster)
+    plan = plan_serving(config.model, model, cluster, load, config.tp)
+    if config.json:
+        print(json_text(as_dict(plan), indent=1))
+    else:
+        usable = f"{cluster.usable_bytes / GB:.0f} GB of {cluster.chip}"
+        print_report(report(plan, f"{config.model} {config.size}", usable))
+    return 0
+
+
+def as_dict(plan: ServingPlan) -> dict[str, Any]:
+    """The plan as data: times in seconds, sizes in bytes of each device."""
+    figures = ("first_token_s", "request_s", "tokens_per_s")
+    return dataclasses.asdict(plan) | {name: getattr(plan, name) for name in figures}
+
+
+def report(plan: ServingPlan, model: str, usable: str) -> str:
+    """The plan for a person."""
+    load, rest = plan.load, plan.peak_bytes - plan.weight_bytes - plan.cache_bytes
+    parts = sorted(plan.decode_parts.items(), key=lambda part: -part[1])
+    shown = ", ".join(f"{kind} {seconds * 1e3:.1f}" for kind, seconds in parts if seconds >= 0.05e-3)
+    return "\n".join(
+        [
+            f"{model} on {plan.tp} device{'s' * (plan.tp > 1)} (tensor parallel), weights {load.weights}: "
+            f"{load.num_rows} sequences of {load.input_len:,} + {load.output_len:,} tokens",
+            "",
+            f"memory of a device     {plan.peak_bytes / GB:.1f} of {usable}: weights {plan.weight_bytes / GB:.1f}, "
+            f"KV cache {plan.cache_bytes / GB:.1f}, working memory {rest / GB:.1f} GB",
+            f"time to first token    {plan.first_token_s * 1e3:,.0f} ms on an idle server: {load.num_chunks} chunks of "
+            f"{load.chunk} tokens, {plan.chunk_s * 1e3:.1f} ms each",
+            f"time per output token  {plan.decode_s * 1e3:.1f} ms in a step of {load.num_rows} sequences: {shown}",
+            f"throughput             {plan.tokens_per_s:,.0f} output tokens/s, {1 / plan.request_s:.2f} requests/s, with "
+            "prompts prefilled in between",
+            "",
+            "Estimated from the server's own graphs. No published run of a server is in the fit: there is no interval.",
+        ]
+    )

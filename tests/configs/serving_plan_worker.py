@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans of servers, for test_plan_serve."""
+
+import dataclasses
+from pathlib import Path
+
+from sporeloom.models.family import size_config
+from sporeloom.planner.cluster import read_cluster
+from sporeloom.serve.plan import ServingLoad, plan_serving
+from sporeloom.serve.plan_command import as_dict
+
+
+def plan(size, tp, load):
+    """A plan for ascend910b as data."""
+    model = dataclasses.replace(size_config("pangu", size), compute_dtype="bfloat16", dropout_rate=0.0)
+    return as_dict(plan_serving("pangu", model, read_cluster(Path("ascend910b")), ServingLoad(**load), tp))

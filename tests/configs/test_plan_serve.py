@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans of servers: what they add up, what moves them, and what is refused."""
+
+import dataclasses
+import json
+
+import pytest
+from conftest import call, tool
+
+from sporeloom.inference.cache import cache_bytes
+from sporeloom.models.family import size_config
+from sporeloom.models.slots import num_slots_for
+from sporeloom.serve.plan import ServingLoad, load_problems
+
+SMALL = {"num_rows": 4, "input_len": 100, "output_len": 20, "chunk": 64}
+MODEL = dataclasses.replace(size_config("pangu", "tiny"), compute_dtype="bfloat16", dropout_rate=0.0)
+
+
+def plan(size="tiny", tp=1, **load):
+    return call("tests/configs/serving_plan_worker.py", "plan", size, tp, {**SMALL, **load})
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return plan()
+
+
+@pytest.mark.slow
+def test_a_plan_adds_up(alone):
+    assert sum(alone["decode_parts"].values()) == pytest.approx(alone["decode_s"])
+    assert alone["cache_bytes"] == cache_bytes(MODEL, 4, num_slots_for(120))
+    assert alone["peak_bytes"] > alone["weight_bytes"] + alone["cache_bytes"]
+    assert alone["first_token_s"] == pytest.approx(2 * alone["chunk_s"])  # 100 tokens in chunks of 64
+    seconds = alone["first_token_s"] + 19 * alone["decode_s"] / 4
+    assert alone["request_s"] == pytest.approx(seconds) and alone["tokens_per_s"] == pytest.approx(20 / seconds)
+
+
+@pytest.mark.slow
+def test_devices_share_weights_cache_and_work(alone):
+    both = plan(tp=2)
+    assert both["cache_bytes"] == alone["cache_bytes"] / 2
+    assert alone["weight_bytes"] / 2 < both["weight_bytes"] < 0.6 * alone["weight_bytes"]  # norms are whole
+    assert "AllReduce" in both["decode_parts"] and "AllReduce" not in alone["decode_parts"]
+
+
+@pytest.mark.slow
+def test_sequences_chunks_and_number_types_move_what_they_should(alone):
+    many, quantized, at_once = plan(num_rows=16), plan(weights="int8", kv_cache="int8"), plan(chunk=100)
+    assert many["tokens_per_s"] > alone["tokens_per_s"] and many["decode_s"] > alone["decode_s"]
+    assert quantized["weight_bytes"] < 0.3 * alone["weight_bytes"]
+    assert quantized["cache_bytes"] < 0.8 * alone["cache_bytes"]
+    assert at_once["first_token_s"] < alone["first_token_s"]
+
+
+@pytest.mark.slow
+def test_the_command_reports_the_fewest_devices_or_what_is_too_large(tmp_path):
+    flags = ("--cluster", "ascend910b", "--input-len", 40, "--output-len", 20)
+    outcome = tool("tools/plan.py", "serve", "--size", "tiny", *flags)
+    assert outcome.code == 0, outcome.output
+    assert "pangu tiny on 1 device " in outcome.output and "no interval" in outcome.output
+    told, _ = json.JSONDecoder().raw_decode(tool("tools/plan.py", "serve", "--size", "tiny", *flags, "--json").output)
+    assert told["tp"] == 1 and told["load"]["input_len"] == 40
+    for more, reason in {
+        ("--tp", 3): "--tp 3: mesh",
+        ("--tp", 8): "--tp 8",
+        ("--output-len", 2000): "tokens are more than",
+        ("--max-num-seqs", 0): "--max-num-seqs",
+        ("--max-num-seqs", 20_000_000): "give fewer --max-num-seqs",
+    }.items():
+        refused = tool("tools/plan.py", "serve", "--size", "tiny", *flags, *more)
+        assert refused.code == 2 and reason in refused.output, refused.output
+        assert "Traceback" not in refused.output
+
+
+def test_a_load_fits_into_the_context():
+    assert not load_problems(ServingLoad(**SMALL), MODEL)
+    (problem,) = load_problems(ServingLoad(**{**SMALL, "input_len": MODEL.seq_len}), MODEL)
+    assert f"= {MODEL.seq_len + 20} tokens are more than {MODEL.seq_len}" in problem

@@ -93,8 +93,8 @@ def report(plan: ServingPlan, model: str, usable: str) -> str:
             "",
             f"memory of a device     {plan.peak_bytes / GB:.1f} of {usable}: weights {plan.weight_bytes / GB:.1f}, "
             f"KV cache {plan.cache_bytes / GB:.1f}, working memory {rest / GB:.1f} GB",
-            f"time to first token    {plan.first_token_s * 1e3:,.0f} ms on an idle server: {load.num_chunks} chunks of "
-            f"{load.chunk} tokens, {plan.chunk_s * 1e3:.1f} ms each",
+            f"time to first token    {plan.first_token_s * 1e3:,.0f} ms on an idle server: {load.num_chunks} "
+            f"chunk{'s' * (load.num_chunks > 1)} of {load.chunk} tokens, {plan.chunk_s * 1e3:.1f} ms each",
             f"time per output token  {plan.decode_s * 1e3:.1f} ms in a step of {load.num_rows} sequences: {shown}",
             f"throughput             {plan.tokens_per_s:,.0f} output tokens/s, {1 / plan.request_s:.2f} requests/s, with "
             "prompts prefilled in between",

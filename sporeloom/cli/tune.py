@@ -56,13 +56,18 @@ class TuneConfig:
     global_batch_size: Count = option(..., "number of sequences in one step, over all devices")
     seq_len: Count | None = option(None, "number of tokens in a sequence (default: the model's maximum context length)")
     compute_dtype: Literal["bfloat16", "float16", "float32"] = option("bfloat16", "number type of matrix products")
-    out: Path = option(..., "folder for strategies, certificates, tune.json and tune.html; a search with the same inputs continues")
-    meshes: Count = option(40, "number of meshes of the planner, with their microbatch sizes, on which all settings are scored")
+    out: Path = option(
+        ..., "folder for strategies, certificates, tune.json and tune.html; a search with the same inputs continues"
+    )
+    meshes: Count = option(
+        40, "number of meshes of the planner, with their microbatch sizes, on which all settings are scored"
+    )
     simulate: Count = option(50, "number of strategies that are partitioned and simulated")
     certify: Natural = option(3, "number of points of the Pareto front that are certified, the fastest first; 0: none")
     processes: Count = option(4, "number of processes of a proof on this machine: 2, 4, 8 or 16")
     faults: Path | None = option(
-        None, "faults as for `simulate`; with them goodput is an objective, too: a YAML file, or llama3_h100 (default: none)"
+        None,
+        "faults as for `simulate`; with them goodput is an objective, too: a YAML file, or llama3_h100 (default: none)",
     )
     steps: Count | None = option(None, "number of steps of the job, with `--faults` (default: none)")
     checkpoint_pause_s: Positive | None = option(
@@ -131,7 +136,9 @@ def _problems(config: TuneConfig) -> list[str]:
     given = [name for name in (*OF_FAULTS, "repair_hours") if getattr(config, name)]
     if not config.faults and given:
         flags = ", ".join("--" + name.replace("_", "-") for name in given)
-        problems.append(f"{flags} {'has' if len(given) == 1 else 'have'} no effect without --faults; give it, or leave them out")
+        problems.append(
+            f"{flags} {'has' if len(given) == 1 else 'have'} no effect without --faults; give it, or leave them out"
+        )
     if config.faults and (missing := [name for name in OF_FAULTS if getattr(config, name) is None]):
         flags = ", ".join("--" + name.replace("_", "-") for name in missing)
         problems.append(f"--faults {config.faults}: goodput needs {flags}, too")

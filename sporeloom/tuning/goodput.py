@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Goodput of a job under faults: replicas that lose a server are left out until it is repaired, so small replicas lose less."""
+"""Goodput of a job under faults: replicas that miss a server wait for its repair, so small replicas lose less."""
 
 from __future__ import annotations
 

@@ -97,7 +97,15 @@ def _facts(values: dict[str, Any]) -> Iterator[str]:
 def page(values: dict[str, Any]) -> str:
     """The result as one self-contained HTML file."""
     has_goodput = values["inputs"]["faults"] is not None
-    head = ("strategy", "step s", "closed form s", "memory GB", "tokens/s", *(["goodput"] if has_goodput else []), "certificate")
+    head = (
+        "strategy",
+        "step s",
+        "closed form s",
+        "memory GB",
+        "tokens/s",
+        *(["goodput"] if has_goodput else []),
+        "certificate",
+    )
     rows = [
         (
             point["strategy"],
@@ -111,10 +119,11 @@ def page(values: dict[str, Any]) -> str:
         for point in values["front"]
     ]
     refused = [(one["name"], one["reason"]) for one in values["refused"]]
+    model = values["inputs"]["model"]
     facts = "".join(f"<p>{escape(line)}</p>" for line in _facts(values))
     return (
         f"<!doctype html><html lang='en'><meta charset='utf-8'><title>tune</title><style>{STYLE}</style><body>"
-        f"<h1>Strategies of {escape(values['inputs']['model']['family'])} {escape(values['inputs']['model']['size'])}</h1>{facts}"
+        f"<h1>Strategies of {escape(model['family'])} {escape(model['size'])}</h1>{facts}"
         f"<h2>Pareto front</h2>{_drawing(values)}{table(head, rows)}"
         f"<h2>Refused</h2>{table(('strategy', 'reason'), refused)}</body></html>\n"
     )

@@ -7,6 +7,7 @@ import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from sporeloom.core.log import progress
 from sporeloom.planner.closed_forms import job_of
 from sporeloom.planner.memory import StageMemory
 from sporeloom.planner.search import Option, evaluate
@@ -60,7 +61,7 @@ def score(request: TuneRequest, max_meshes: int) -> Scores:
         job = job_of(candidate.strategy, request.model.values, request.batch_size, candidate.accumulate)
         return evaluate(dims, job, request.plan.cluster)
 
-    for job in jobs:
+    for job in progress(jobs, "meshes scored"):
         for candidate in candidates(request, job):
             plain = closed_form(candidate)
             scores.add(_scored(candidate, plain), usable)

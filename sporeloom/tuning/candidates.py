@@ -138,8 +138,8 @@ def _pipelines(mesh: Mesh, num_microbatches: int, num_layers: int) -> list[Pipel
 
 
 def uneven_stages(num_layers: int, pp: int) -> list[list[int]]:
-    """Distributions that relieve the last stage, which has the head, by a layer or two, the first, which has the embedding, or
-    both; and leftover layers on other stages than the first ones."""
+    """Distributions that relieve the last stage, which has the head, by a layer or two, the first, which has the embedding,
+    or both; and leftover layers on other stages than the first ones."""
     even = _even(num_layers, pp)
     found = []
     for fewer_first, fewer_last in itertools.product((0, 1), (0, 1, 2)):

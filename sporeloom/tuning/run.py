@@ -18,7 +18,7 @@ from sporeloom.tuning.certified import certify_front
 from sporeloom.tuning.goodput import goodput
 from sporeloom.tuning.report import as_dict, page
 from sporeloom.tuning.request import TuneRequest
-from sporeloom.tuning.scoring import score, shortlist
+from sporeloom.tuning.scoring import score
 from sporeloom.tuning.simulated import GB, Simulated, simulate_all
 
 INPUTS = "inputs.json"
@@ -52,7 +52,7 @@ def tune(request: TuneRequest, limits: Limits, out: Path, overwrite: bool = Fals
                 f"{usable / GB:.1f} GB to use; give more --devices or a smaller --global-batch-size, or raise --meshes"
             )
         raise ConfigError(f"no strategy is legal on the best {limits.meshes} meshes; raise --meshes")
-    simulated = [_with_goodput(request, one) for one in simulate_all(request, shortlist(scores, limits.simulate), out)]
+    simulated = [_with_goodput(request, one) for one in simulate_all(request, scores.fitting, limits.simulate, out)]
     front = certify_front(request, simulated, limits.certify, limits.processes, out)
     values = as_dict(request, scores, simulated, front)
     write_text_atomically(out / "tune.json", json_text(values, indent=1) + "\n")

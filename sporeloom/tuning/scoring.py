@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from sporeloom.core.log import progress
 from sporeloom.planner.closed_forms import job_of
@@ -14,11 +14,11 @@ from sporeloom.planner.search import Option, evaluate
 from sporeloom.strategy.config import Recompute
 from sporeloom.strategy.stages import layers_per_stage
 from sporeloom.tuning.candidates import Candidate, candidates, meshes, recomputations, with_recompute
-from sporeloom.tuning.front import pareto
 from sporeloom.tuning.request import TuneRequest
 
-SHARE_BY_TIME = 2 / 3
-"""Share of the simulated candidates that are the fastest; the others lie on the front of time and memory."""
+MARGINS = (1.0, 0.9)
+"""Shares of the usable memory for which as few layers as fit are recomputed: a simulated step may need more than its closed
+form."""
 
 
 @dataclass(frozen=True)
@@ -79,33 +79,28 @@ def _scored(candidate: Candidate, option: Option) -> Scored:
 
 
 def _fewer_layers(request: TuneRequest, recomputed: Candidate, plain: Option, full: Option) -> Iterator[Candidate]:
-    """The candidate with as few recomputed layers of each stage as fit, if some but not all are needed."""
+    """The candidate with as few recomputed layers of each stage as fit, if some but not all are needed, and with a margin."""
     usable, strategy = request.plan.cluster.usable_bytes, recomputed.strategy
-    if plain.fits or not full.fits or strategy.recompute is None:
+    if plain.peak_bytes <= MARGINS[-1] * usable or not full.fits or strategy.recompute is None:
         return
-    layers = layers_per_stage(request.model.values.num_layers, strategy)
+    layers, kind = layers_per_stage(request.model.values.num_layers, strategy), strategy.recompute.kind
     memories: dict[int, Sequence[StageMemory]] = {0: plain.memory}
 
     def total(stage: int, count: int) -> float:
         if count not in memories:
-            each = Recompute(kind=recomputed.strategy.recompute.kind, per_stage=[min(count, one) for one in layers])  # type: ignore[union-attr]
-            job = job_of(
-                replace(strategy, recompute=each), request.model.values, request.batch_size, recomputed.accumulate
-            )
+            each = Recompute(kind=kind, per_stage=[min(count, one) for one in layers])
+            some = with_recompute(recomputed, each)
+            job = job_of(some.strategy, request.model.values, request.batch_size, some.accumulate)
             memories[count] = evaluate(request.dims, job, request.plan.cluster).memory
         return memories[count][stage].total
 
-    needed = [
-        bisect.bisect_left(range(count), True, key=lambda tried, stage=stage: total(stage, tried) <= usable)  # type: ignore[misc]
-        for stage, count in enumerate(layers)
-    ]
-    if needed != layers:
-        yield with_recompute(recomputed, Recompute(kind=strategy.recompute.kind, per_stage=needed))
+    found = dict.fromkeys(tuple(_fewest(layers, total, usable * margin)) for margin in MARGINS)
+    for needed in found:
+        if any(needed) and list(needed) != layers:
+            yield with_recompute(recomputed, Recompute(kind=kind, per_stage=list(needed)))
 
 
-def shortlist(scores: Scores, limit: int) -> list[Scored]:
-    """The candidates that are simulated: mostly the fastest, then those of the front of time and memory."""
-    by_time = scores.fitting[: max(1, round(limit * SHARE_BY_TIME))]
-    front = [scores.fitting[n] for n in pareto([(one.seconds, one.peak_bytes) for one in scores.fitting])]
-    chosen = {one.name: one for one in (*by_time, *front, *scores.fitting)}
-    return sorted(list(chosen.values())[:limit], key=lambda one: (one.seconds, one.name))
+def _fewest(layers: Sequence[int], total: Callable[[int, int], float], num_bytes: float) -> Iterator[int]:
+    """The fewest layers of each stage with which its `total` is at most `num_bytes`; all of them if that is not enough."""
+    for stage, count in enumerate(layers):
+        yield bisect.bisect_left(range(count), True, key=lambda tried: total(stage, tried) <= num_bytes)

@@ -16,6 +16,7 @@ from sporeloom.core.reader import read_json
 from sporeloom.dry_run.config import DryRunConfig, check
 from sporeloom.dry_run.pool import compile_ranks
 from sporeloom.tuning.candidates import Candidate
+from sporeloom.tuning.choice import Choice
 from sporeloom.tuning.request import TuneRequest
 from sporeloom.tuning.scoring import Scored
 
@@ -42,9 +43,13 @@ class Simulated:
         return self.scored.name
 
 
-def simulate_all(request: TuneRequest, shortlist: Sequence[Scored], out: Path) -> Iterator[Simulated]:
-    """Simulate candidates, apart from those whose results are in `out`."""
-    for number, scored in enumerate(shortlist, 1):
+def simulate_all(request: TuneRequest, fitting: Sequence[Scored], limit: int, out: Path) -> Iterator[Simulated]:
+    """Simulate up to `limit` of the candidates that fit in closed form, apart from those whose results are in `out`."""
+    choice = Choice(fitting, request.plan.cluster.usable_bytes)
+    limit = min(limit, len(fitting))
+    for number in range(1, limit + 1):
+        scored = choice.next()
+        assert scored
         text = scored.candidate.text(request.model.values)
         path, record = (out / CANDIDATES / f"{scored.name}.{kind}" for kind in ("yaml", "json"))
         key = request.key(text, scored.candidate.accumulate)
@@ -59,7 +64,9 @@ def simulate_all(request: TuneRequest, shortlist: Sequence[Scored], out: Path) -
             source = " (kept)"
         found = Simulated(scored, values["seconds"], values["peak_bytes"], values["problem"])
         shown = found.problem or f"{found.seconds:.4g} s, {found.peak_bytes / GB:.2f} GB"
-        milestone(f"2/3 simulated {number} of {len(shortlist)}: {scored.name}: {shown}{source}")
+        milestone(f"2/3 simulated {number} of {limit}: {scored.name}: {shown}{source}")
+        if found.peak_bytes:
+            choice.learn(scored, found.peak_bytes)
         yield found
 
 

@@ -149,7 +149,13 @@ def test_what_does_not_fit_when_simulated_is_refused_with_its_reason(tmp_path, f
 
 
 def test_goodput_is_an_objective_with_faults(tmp_path, fakes):
-    flags = {"faults": "llama3_h100", "steps": 1000, "checkpoint_pause_s": 20.0, "restart_s": 600.0, "repair_hours": 24.0}
+    flags = {
+        "faults": "llama3_h100",
+        "steps": 1000,
+        "checkpoint_pause_s": 20.0,
+        "restart_s": 600.0,
+        "repair_hours": 24.0,
+    }
     values = tune(tune_request(tmp_path, **SMALL, **flags), LIMITS, tmp_path / "out")
     assert all(0 < point["goodput"] <= 1 for point in values["front"])
     assert "goodput" in "\n".join(lines(values))

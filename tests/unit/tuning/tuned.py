@@ -23,7 +23,7 @@ def tune_config(folder: Path, devices=8, batch=16, model=None, cluster=None, **f
     path = folder / "cluster.yaml"
     path.write_text(json.dumps({**CLUSTER, **(cluster or {})}))
     given = {"model": model or "pangu", "size": "2.6b", "out": folder / "tuned", **flags}
-    return TuneConfig(cluster=path, devices=devices, global_batch_size=batch, **{k: v for k, v in given.items()})
+    return TuneConfig(cluster=path, devices=devices, global_batch_size=batch, **given)
 
 
 def tune_request(folder: Path, **flags):

@@ -31,7 +31,7 @@ from sporeloom.core.numbers import Count, Natural, NotNegative, Positive, number
 from sporeloom.models.config import AttentionKernel
 from sporeloom.models.config_file import NamedModel, named_model, with_model_folder
 from sporeloom.models.family import with_precision
-from sporeloom.planner.cluster import read_cluster
+from sporeloom.planner.cluster import Cluster, read_cluster
 from sporeloom.planner.search import Devices, PlanRequest
 from sporeloom.runtime.environment import prepare_environment
 from sporeloom.simulation.faults import HOUR_S, FaultRates, read_faults
@@ -108,10 +108,10 @@ def check(config: TuneConfig) -> TuneRequest:
         ConfigError: all problems of the flags, and of the files that they name.
     """
     problems = Problems([*number_problems(config), *_problems(config)])
-    plan = problems.of(_plan, config)
-    faults = problems.of(_faults, config)
+    cluster = problems.of(read_cluster, config.cluster)
+    faults = problems.of(_faults, config, cluster) if cluster else None
     problems.raise_if_any()
-    assert plan
+    plan = _plan(config)
     named = with_model_folder(NamedModel(config.model, config.size), "")
     attention: AttentionKernel | None = None if plan.flash_attention or config.compute_dtype == "float32" else "plain"
     model = with_precision(named_model(named.model, named.size, named.config), config.compute_dtype, attention)
@@ -145,17 +145,17 @@ def _problems(config: TuneConfig) -> list[str]:
     return problems
 
 
-def _faults(config: TuneConfig) -> FaultModel | None:
+def _faults(config: TuneConfig, cluster: Cluster) -> FaultModel | None:
     if not config.faults or None in (config.steps, config.checkpoint_pause_s, config.restart_s):
         return None
     assert config.steps and config.checkpoint_pause_s and config.restart_s is not None
-    faults, servers = read_faults(config.faults), read_cluster(config.cluster).devices_per_node
+    faults = read_faults(config.faults)
     about = {
         "faults": dataclasses.asdict(faults),
         **{name: getattr(config, name) for name in (*OF_FAULTS, "repair_hours")},
     }
     return FaultModel(
-        rates=FaultRates.of(faults, servers),
+        rates=FaultRates.of(faults, cluster.devices_per_node),
         about=about,
         steps=config.steps,
         checkpoint_pause_s=config.checkpoint_pause_s,

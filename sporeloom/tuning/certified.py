@@ -138,7 +138,7 @@ def _text(request: TuneRequest, point: Simulated) -> str:
     head = [
         f"# Tuned for {plan.devices} {plan.cluster.device_name}: simulated step {point.seconds:.4g} s, "
         f"{point.peak_bytes / GB:.2f} GB of the {plan.cluster.usable_bytes / GB:.1f} GB that a device has to use.",
-        f"# sporeloom train {' '.join(flags)}",
+        f"# sporeloom train --data DATA --strategy {STRATEGY} {' '.join(flags)}",
     ]
     return candidate.text(model.values, head)
 

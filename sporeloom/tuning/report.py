@@ -14,6 +14,7 @@ from sporeloom.tuning.request import TuneRequest
 from sporeloom.tuning.scoring import Scores
 from sporeloom.tuning.simulated import GB, Simulated
 
+TITLE = "Pareto front: strategy"
 SHOWN_REFUSED = 10
 WIDTH, HEIGHT, MARGIN = 640, 320, 48
 
@@ -62,10 +63,10 @@ def lines(values: dict[str, Any]) -> Iterator[str]:
     """The result for a terminal."""
     yield from _facts(values)
     yield ""
-    width = max((len(point["name"]) for point in values["front"]), default=8)
+    width = max(len(TITLE), *(len(point["name"]) for point in values["front"]), 0)
     has_goodput = values["inputs"]["faults"] is not None
     title = " goodput" if has_goodput else ""
-    yield f"Pareto front: {'strategy':{width - 14}} {'step s':>10} {'closed form':>11} {'memory':>10} {'tokens/s':>11}{title}"
+    yield f"{TITLE:{width}} {'step s':>10} {'closed form':>11} {'memory':>10} {'tokens/s':>11}{title}"
     for point in values["front"]:
         goodput = f" {point['goodput']:7.1%}" if has_goodput else ""
         yield (

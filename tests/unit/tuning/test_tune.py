@@ -177,6 +177,17 @@ def test_all_problems_of_the_flags_are_reported_at_once(tmp_path):
         check(tune_config(tmp_path, faults="llama3_h100"))
 
 
+def test_the_table_has_short_names_and_an_empty_front(tmp_path, fakes):
+    values = tune(tune_request(tmp_path, **SMALL), LIMITS, tmp_path / "out")
+    values["front"] = [{**values["front"][0], "name": "dp4_m1"}]
+    head, row = list(lines(values))[3:5]
+    assert head.index("step s") + len("step s") == row.index(f"{values['front'][0]['step_time_s']:.4g}") + len(
+        f"{values['front'][0]['step_time_s']:.4g}"
+    )
+    values["front"] = []
+    assert any(line.startswith("Pareto front") for line in lines(values))
+
+
 @pytest.mark.slow
 def test_a_real_search_proves_its_points(tmp_path, capsys):
     path = tune_config(tmp_path).cluster

@@ -54,7 +54,7 @@ class Choice:
 
 
 def _keys(strategy: Strategy, accumulate: int) -> Iterator[Hashable]:
-    """What candidates have in common whose closed forms err alike, the most specific first."""
+    """Keys that candidates share whose closed forms err alike, the most specific first."""
     recompute = strategy.recompute and (strategy.recompute.kind, strategy.recompute.per_stage is None)
     microbatches = strategy.num_microbatches(accumulate)
     yield str(strategy.mesh), microbatches, recompute, strategy.sequence_parallel

@@ -11,7 +11,7 @@ from sporeloom.core.log import counted
 from sporeloom.dry_run.html import STYLE, table
 from sporeloom.tuning.certified import CERTIFICATE, POINTS, STRATEGY, Front
 from sporeloom.tuning.request import TuneRequest
-from sporeloom.tuning.scoring import Scores
+from sporeloom.tuning.scoring import ScoredCandidates
 from sporeloom.tuning.simulated import GB, Simulated
 
 TITLE = "Pareto front: strategy"
@@ -19,7 +19,7 @@ SHOWN_REFUSED = 10
 WIDTH, HEIGHT, MARGIN = 640, 320, 48
 
 
-def as_dict(request: TuneRequest, scores: Scores, simulated: list[Simulated], front: Front) -> dict[str, Any]:
+def as_dict(request: TuneRequest, scores: ScoredCandidates, simulated: list[Simulated], front: Front) -> dict[str, Any]:
     """The result as JSON, without anything that depends on when and where it was made."""
     nearest = scores.nearest
     return {

@@ -45,7 +45,7 @@ class FaultModel:
 
 @dataclass(frozen=True)
 class TuneRequest:
-    """What is searched."""
+    """A search: model, cluster, job and faults."""
 
     plan: PlanRequest
     model: TunedModel

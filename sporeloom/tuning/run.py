@@ -26,7 +26,7 @@ INPUTS = "inputs.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How much is searched."""
+    """Limits of the cost of a search."""
 
     meshes: int
     simulate: int

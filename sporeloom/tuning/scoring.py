@@ -32,7 +32,7 @@ class Scored:
 
 
 @dataclass
-class Scores:
+class ScoredCandidates:
     """All candidates that fit, and what became of the others."""
 
     fitting: list[Scored] = field(default_factory=list)
@@ -50,9 +50,9 @@ class Scores:
             self.nearest = found
 
 
-def score(request: TuneRequest, max_meshes: int) -> Scores:
+def score(request: TuneRequest, max_meshes: int) -> ScoredCandidates:
     """Score all candidates on the best meshes."""
-    scores, usable = Scores(), request.plan.cluster.usable_bytes
+    scores, usable = ScoredCandidates(), request.plan.cluster.usable_bytes
     dims = request.dims
     jobs = meshes(request, max_meshes)
     scores.num_meshes = len(jobs)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,9 @@ def simulate(request: TuneRequest, candidate: Candidate, path: Path) -> dict[str
 
     Args:
         path: its strategy file.
+
+    Raises:
+        ConfigError: the process that partitions was ended from outside.
     """
     model, cluster = request.model, request.plan.cluster
     try:
@@ -106,6 +110,8 @@ def simulate(request: TuneRequest, candidate: Candidate, path: Path) -> dict[str
         )
         reports = compile_ranks(run)
     except ConfigError as error:
+        if isinstance(error.__context__, BrokenProcessPool):  # for lack of memory here: says nothing about the strategy
+            raise
         return {"seconds": 0.0, "peak_bytes": 0, "problem": f"cannot be partitioned: {error.problems[0]}"}
     step = reports[0].step
     assert step

@@ -2,6 +2,7 @@
 """A search is deterministic, continues where it was ended, notices other inputs, and refuses what cannot run."""
 
 import json
+from concurrent.futures.process import BrokenProcessPool
 
 import pytest
 from tuned import tune_config, tune_request
@@ -146,6 +147,28 @@ def test_what_does_not_fit_when_simulated_is_refused_with_its_reason(tmp_path, f
     assert values["refused"] == [{"name": best, "reason": "does not fit: rank 0"}]
     assert best not in {point["name"] for point in values["front"]}
     assert f"  {best}: does not fit: rank 0" in lines(values)
+
+
+def test_a_process_that_was_ended_is_no_refusal(tmp_path, monkeypatch):
+    def killed(run):
+        try:
+            raise BrokenProcessPool
+        except BrokenProcessPool:
+            raise ConfigError("a process was ended from outside") from None
+
+    def refused(run):
+        raise ConfigError("rule 3: no")
+
+    request = tune_request(tmp_path, **SMALL)
+    monkeypatch.setattr(simulated, "compile_ranks", killed)
+    with pytest.raises(ConfigError, match="ended from outside"):
+        tune(request, LIMITS, tmp_path / "out")
+    assert not list((tmp_path / "out").rglob("candidates/*.json"))
+    monkeypatch.setattr(simulated, "compile_ranks", refused)
+    values = tune(request, LIMITS, tmp_path / "out")
+    assert values["front"] == [] and {one["reason"] for one in values["refused"]} == {
+        "cannot be partitioned: rule 3: no"
+    }
 
 
 def test_goodput_is_an_objective_with_faults(tmp_path, fakes):

@@ -30,6 +30,7 @@ GROUPS = {
     },
     "Plan and prove": {
         "plan": "Find the fastest strategy for a model, a cluster and a batch; `plan list`: built-in strategies",
+        "tune": "Search strategies beyond the planner's, simulate the best, certify the Pareto front of time and memory",
         "dry-run": "Memory, communication and FLOPs of any rank of a cluster; `dry-run explain NAME`: one layout",
         "calibrate": "Measure this machine and write a cluster file for estimates of steps on it",
         "simulate": "Simulate a long job whose devices fail: goodput, its end, what checkpoints and spares buy",

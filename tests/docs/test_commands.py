@@ -39,7 +39,7 @@ def blocks(page):
     return re.findall(r"(?ms)^```(\w*)\n(.*?)^```$", (ROOT / page).read_text(encoding="utf-8"))
 
 
-ALONE = ("certify", "bisect")
+ALONE = ("certify", "bisect", "tune")
 """Verbs that run in a process of their own; the latter has no file in tools, where it would hide Python's bisect."""
 
 

@@ -8,6 +8,7 @@ from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
 
 from sporeloom.models.config import ModelConfig
+from sporeloom.models.parts.spec import ParameterSpecs
 from sporeloom.nn.cache import Int8KVCache, KVCache, NoCache
 from sporeloom.nn.dropout import AttentionDropout, Dropout
 from sporeloom.nn.flash import FlashAttention, chooses_flash, runs_flash
@@ -133,15 +134,12 @@ class Attention(nn.Cell):
     flash_on_cpu = False
     """Set like that of the mask."""
 
-    def __init__(self, config: ModelConfig, dtype: mstype.Type):
+    def __init__(self, config: ModelConfig, specs: ParameterSpecs, dtype: mstype.Type):
         super().__init__()
-        d, qkv_std, qkv_bias = config.hidden_size, config.qkv_init_std, config.qkv_bias
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.kv_heads, config.head_size
         self.query_size, self.dtype = config.query_size, dtype
-        self.query = Linear(d, config.query_size, qkv_std, dtype, qkv_bias)
-        self.key = Linear(d, config.kv_size, qkv_std, dtype, qkv_bias)
-        self.value = Linear(d, config.kv_size, qkv_std, dtype, qkv_bias)
-        self.output = Linear(config.query_size, d, config.output_std, dtype, config.output_bias)
+        self.query, self.key = Linear(specs.within("query"), dtype), Linear(specs.within("key"), dtype)
+        self.value, self.output = Linear(specs.within("value"), dtype), Linear(specs.within("output"), dtype)
         self.has_rotary = config.position == "rotary"
         if self.has_rotary:
             self.query_rotary, self.key_rotary = Rotary(config, dtype), Rotary(config, dtype)

@@ -27,7 +27,7 @@ PACKAGES = {
     "parallel": {"strategy"},
     "partition": {"strategy"},
     "runtime": {"parallel", "partition", "strategy"},
-    "checkpoint": {"data", "strategy"},
+    "checkpoint": {"data", "parallel", "strategy"},
     "train": {"align", "checkpoint", "data", "nn", "parallel", "planner", "runtime", "strategy"},
     "inference": {"checkpoint", "data", "nn", "parallel", "runtime", "strategy"},
     "tasks": {
@@ -75,6 +75,12 @@ def test_a_package_imports_only_what_lies_below_it(package):
             if parts[0] == "sporeloom" and len(parts) > 1 and parts[1] != package:
                 assert parts[1] in ALLOWED[package], f"{path.name} imports {name}"
             assert parts[0] not in FAMILIES, f"{path.name} imports the family {name}"
+
+
+def test_checkpoints_are_written_and_resharded_in_one_process():
+    for path in modules("sporeloom/checkpoint"):
+        assert "ProcessPool" not in path.read_text(encoding="utf-8"), path
+        assert not {"multiprocessing", "subprocess"} & {*imports(path)}, path
 
 
 BACKENDS = {"by_mindspore": {"spmd"}, "spmd": set(), "cpu": {"spmd"}}

@@ -7,6 +7,7 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
 
+from sporeloom.models.cells import FlashCell
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.parts.spec import ParameterSpecs
 from sporeloom.nn.cache import Int8KVCache, KVCache, NoCache
@@ -36,15 +37,12 @@ def _sinks(count):
     return Tensor(np.arange(-count, 0, dtype=np.int32))
 
 
-class Mask(nn.Cell):
+class Mask(nn.Cell, FlashCell):
     """Additive attention bias, 0 where a token may attend and -10000 elsewhere; for FlashAttention 0 and 1.
 
     Args:
         num_sinks: keys in front of all tokens' that every token attends to.
     """
-
-    flash_on_cpu = False
-    """Whether graphs for CPUs have FlashAttention, too: set by `parallelize` for several processes."""
 
     def __init__(self, flash=False, num_sinks=0):
         super().__init__()
@@ -120,7 +118,7 @@ class SlotMask(Mask):
         return self.both(visible, self.not_before(self.before(positions, self.window), _places(self.capacity)))
 
 
-class Attention(nn.Cell):
+class Attention(nn.Cell, FlashCell):
     """Softmax(Q K^T / sqrt(head_dim) + mask) V, then the output projection.
 
     Keys and values go through `cache`, which may add those of earlier tokens. KV heads of keys and values serve H heads of
@@ -130,9 +128,6 @@ class Attention(nn.Cell):
     has_kernel = False
     """Whether single queries over a cache are computed by a compiled kernel, which writes to the cache, too
     (`sporeloom.inference.kernels`)."""
-
-    flash_on_cpu = False
-    """Set like that of the mask."""
 
     def __init__(self, config: ModelConfig, specs: ParameterSpecs, dtype: mstype.Type):
         super().__init__()

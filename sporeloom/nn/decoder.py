@@ -8,6 +8,7 @@ from mindspore import dtype as mstype
 from mindspore import nn, ops
 
 from sporeloom.core.errors import ConfigError
+from sporeloom.models.cells import TyingCell
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.parameters import decoder_specs
 from sporeloom.models.parts.multi_token_prediction import PREFIX
@@ -30,7 +31,7 @@ from sporeloom.nn.rotary import Angles
 from sporeloom.nn.routing import TokenGroups
 
 
-class Decoder(nn.Cell):
+class Decoder(nn.Cell, TyingCell):
     """Tokens (B, T) and their positions within documents (B, T) -> logits (B*T, V), or values (B*T, 1), float32.
 
     `rows` picks the rows of (B*T) to give logits for, counted among those this device holds. With caches attached the
@@ -38,6 +39,17 @@ class Decoder(nn.Cell):
     `dropout_keys` (B, T) are needed while training with dropout; a network for inference with several adapters is given
     each token's adapter in their place (see `sporeloom.nn.multi_lora`).
     """
+
+    num_kernels = 0
+    """Number of parts that compute by compiled kernels, in a network for inference (`sporeloom.inference.model`)."""
+    has_several_adapters = False
+    """Whether each token may have an adapter of its own."""
+    rows_are_alone = False
+    """Whether what a row gets is the same to the bit however many rows there are."""
+    lends_rows = False
+    """Whether rows of the caches may be read for others that begin alike."""
+    kv_cache = "auto"
+    """Number type of the caches, as `--kv-cache` names it."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()

@@ -17,6 +17,7 @@ from sporeloom.nn.cache import KVCache, NoCache
 from sporeloom.nn.causal_conv import CausalConv
 from sporeloom.nn.dropout import AttentionDropout, Dropout
 from sporeloom.nn.indexer import Indexer
+from sporeloom.nn.int8 import Int8Linear
 from sporeloom.nn.linear import Linear
 from sporeloom.nn.norm import RMSNorm
 from sporeloom.nn.parameter import declared_parameter
@@ -32,6 +33,8 @@ class LatentAttention(nn.Cell):
 
     num_kv_heads = 1
     """Heads of the cache."""
+    has_kernel = False
+    """There is no kernel of it."""
 
     def __init__(self, config: ModelConfig, specs: ParameterSpecs, dtype: mstype.Type):
         super().__init__()
@@ -90,7 +93,7 @@ class LatentAttention(nn.Cell):
         Raises:
             ConfigError: an adapter of `kv_up`, which cannot be absorbed.
         """
-        if getattr(self.kv_up, "weight", None) is None or self.kv_up.has_adapters:
+        if not isinstance(self.kv_up, Linear | Int8Linear) or self.kv_up.has_adapters:
             raise ConfigError(
                 "an adapter of attention.kv_up is not decoded with a cache of latents; merge it into the weights, or "
                 "decode without a cache"

@@ -15,8 +15,6 @@ MAX_KERNEL_ROWS = 256
 class Linear(AdaptedProduct):
     """y = x W^T + b, with W (out, in) and b (out,) in float32, computed in `dtype`."""
 
-    has_kernel = False
-
     def __init__(self, specs: ParameterSpecs, dtype: mstype.Type = mstype.float32):
         super().__init__()
         self.matrix_shape = specs["weight"].shape

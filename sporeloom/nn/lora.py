@@ -16,6 +16,9 @@ class LoRALinear(nn.Cell):
     given part.
     """
 
+    has_kernel = False
+    """There is no kernel of it."""
+
     def __init__(self, base: Linear, specs: ParameterSpecs, scale: float, dropout_rate: float = 0.0):
         super().__init__()
         self.weight, self.dtype, self.has_bias = base.weight, base.dtype, base.has_bias

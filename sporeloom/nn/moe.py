@@ -13,6 +13,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore import dtype as mstype
 
+from sporeloom.models.cells import CountingCell
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.parts.spec import ParameterSpecs
 from sporeloom.nn.dispatch import CombineWeights, DispatchIndices
@@ -72,7 +73,7 @@ class ExpertMLPs(nn.Cell):
         return self.down(y)
 
 
-class MoE(nn.Cell):
+class MoE(nn.Cell, CountingCell):
     """Each token's k experts, weighted, and the shared one: (N, D) -> (N, D).
 
     With `shares`, where a model learns from plain text, also the losses of the router, (1,) (see `RouterLosses`), and while

@@ -141,7 +141,7 @@ def test_a_step_with_gradients_that_were_not_finite_changes_nothing(engine):
     optimizer = NarrowAdamW([Parameter(Tensor(weight), name="a.weight")])
     cell = Overflown(optimizer)
     held = lambda: [p.asnumpy().copy() for p in (optimizer.parameters[0], *states())]  # noqa: E731
-    states = lambda: [optimizer.moments1[0].in_float32, optimizer.moments2[0].in_float32]  # noqa: E731
+    states = lambda: [storage(optimizer.moments1[0]), storage(optimizer.moments2[0])]  # noqa: E731
     optimizer.prepare(1, 0.1)
     engine.run(cell, Tensor(weight * 2), Tensor(False))
     before = held()

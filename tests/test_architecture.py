@@ -83,6 +83,24 @@ def test_checkpoints_are_written_and_resharded_in_one_process():
         assert not {"multiprocessing", "subprocess"} & {*imports(path)}, path
 
 
+PROBED = {
+    **dict.fromkeys(("reason", "position", "lineno", "errno", "stderr", "strerror", "tag"), "of others' exceptions"),
+    **dict.fromkeys(("sched_getaffinity", "renameat2", "prctl", "MADV_HUGEPAGE", "CSafeLoader"), "not everywhere"),
+    **dict.fromkeys(("__qualname__", "__html__", "__self__", "__ms_class__", "__members__", "__dict__"), "Python's"),
+    **dict.fromkeys(("fs", "limit", "body_bytes", "bool_"), "of other packages"),
+    **dict.fromkeys(("weights", "name", "training", "dtype", "num_kv_heads"), "of MindSpore's and users' objects"),
+    "parallel_report": "of networks that were made parallel, users' own among them",
+    "axes": "of the values of some operators",
+}
+"""Attributes that are looked for by name, and why no class declares them."""
+
+
+def test_attributes_are_declared_and_not_probed():
+    probe = re.compile(r"\b(?:getattr|hasattr)\((?:[^()\"]|\([^()\"]*\))*, \"(\w+)\"")
+    found = {name for path in modules("sporeloom") for name in probe.findall(path.read_text(encoding="utf-8"))}
+    assert found == PROBED.keys()
+
+
 BACKENDS = {"by_mindspore": {"spmd"}, "spmd": set(), "cpu": {"spmd"}}
 """Package of the runtime -> the others that it may use."""
 

@@ -11,8 +11,8 @@ Value = TypeVar("Value")
 
 
 class ByIdentity(Generic[Key, Value]):
-    """A value for each of some objects, by their identity: they need not be hashable, and equality is not asked for. An entry
-    ends with its object."""
+    """A value for each of some objects, by their identity: they need be neither hashable nor comparable. An entry ends with
+    its object."""
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[weakref.ref[Key], Value]] = {}

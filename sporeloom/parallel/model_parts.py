@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a strategy shards a family's model, found without compiling it."""
+"""Shards of a family's model under a strategy, found without compiling it."""
 
 from __future__ import annotations
 

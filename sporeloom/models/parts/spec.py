@@ -40,7 +40,7 @@ class InitialValue(NamedTuple):
 ZEROS, ONES = InitialValue("constant", 0.0), InitialValue("constant", 1.0)
 QKV, MATRIX = InitialValue("normal", "qkv_std"), InitialValue("normal", "matrix_std")
 OUTPUT = InitialValue("normal", "output_std")
-"""Of matrices that write to the residual stream."""
+"""Initial value of the matrices that write to the residual stream."""
 
 
 class ParameterSpec(NamedTuple):
@@ -72,7 +72,7 @@ class ParameterSpecs(dict[str, ParameterSpec]):
         return cls((spec.name, spec) for spec in specs)
 
     def within(self, path: str) -> ParameterSpecs:
-        """Those of the part that is at `path` in this one."""
+        """Parameters of the part that is at `path` in this one."""
         prefix = f"{path}."
         return ParameterSpecs(
             (name.removeprefix(prefix), spec) for name, spec in self.items() if name.startswith(prefix)

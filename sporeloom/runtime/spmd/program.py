@@ -39,9 +39,9 @@ class Source:
 
 
 SOURCES = ByIdentity[Parameter, Source]()
-"""Of parameters whose values are read once their layouts are known."""
+"""Sources of the parameters whose values are read once their layouts are known."""
 FLOAT32_COPIES = ByIdentity[Parameter, Parameter]()
-"""Of bfloat16 parameters that CPU processes compute with."""
+"""Copies of the bfloat16 parameters that CPU processes compute with."""
 
 
 class LoadedProgram:

@@ -12,10 +12,16 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 
 from sporeloom.models.config import ModelConfig
+from sporeloom.models.parameters import decoder_specs
 from sporeloom.nn.moe import ExpertMLPs, MoE
 from sporeloom.nn.routing import Router
 
 TOKENS, WIDTHS, REPEATS = 512, ((512, 2048), (1024, 4096)), 15
+
+
+def experts_of(config):
+    """Parameters of the experts of the first layer."""
+    return decoder_specs(config).within(f"{config.layers[0]}.mlp")
 
 
 class Products(nn.Cell):
@@ -23,7 +29,9 @@ class Products(nn.Cell):
 
     def __init__(self, config):
         super().__init__()
-        self.experts, self.router = ExpertMLPs(config, ms.float32), Router(config)
+        specs = experts_of(config)
+        self.experts = ExpertMLPs(config, specs.within("experts"), ms.float32)
+        self.router = Router(config, specs.within("router"))
 
     def construct(self, rows, x):
         return ops.ReduceSum()(self.experts(rows)) + ops.ReduceSum()(self.router(x)[1])
@@ -32,7 +40,7 @@ class Products(nn.Cell):
 class Layer(nn.Cell):
     def __init__(self, config):
         super().__init__()
-        self.layer = MoE(config, 0, ms.float32)
+        self.layer = MoE(config, experts_of(config), ms.float32, 0)
 
     def construct(self, x, tokens, shares):
         y, losses = self.layer(x, tokens, shares)

@@ -9,7 +9,16 @@ from sporeloom.serve.config import ServeConfig, ServedModel, ServeJob
 from sporeloom.strategy.config import SINGLE_DEVICE
 
 TOKENIZER = SimpleNamespace(
-    **{"vocab_size": 256, "eod_id": 0, "encode": lambda text: list(text.encode()), "token_name": lambda token: None},
+    **{
+        "vocab_size": 256,
+        "eod_id": 0,
+        "prefix": (),
+        "chat": None,
+        "infill": None,
+        "template": None,
+        "encode": lambda text: list(text.encode()),
+        "token_name": lambda token: None,
+    },
     **{"decode": lambda ids: bytes(ids).decode("utf-8", "replace"), "token_bytes": lambda token: bytes([token])},
 )
 JSON = {"Content-Type": "application/json"}

@@ -27,7 +27,7 @@ PACKAGES = {
     "parallel": {"strategy"},
     "partition": {"strategy"},
     "runtime": {"parallel", "partition", "strategy"},
-    "checkpoint": {"data", "strategy"},
+    "checkpoint": {"data", "parallel", "strategy"},
     "train": {"align", "checkpoint", "data", "nn", "parallel", "planner", "runtime", "strategy"},
     "inference": {"checkpoint", "data", "nn", "parallel", "runtime", "strategy"},
     "tasks": {
@@ -76,6 +76,30 @@ def test_a_package_imports_only_what_lies_below_it(package):
             if parts[0] == "sporeloom" and len(parts) > 1 and parts[1] != package:
                 assert parts[1] in ALLOWED[package], f"{path.name} imports {name}"
             assert parts[0] not in FAMILIES, f"{path.name} imports the family {name}"
+
+
+def test_checkpoints_are_written_and_resharded_in_one_process():
+    for path in modules("sporeloom/checkpoint"):
+        assert "ProcessPool" not in path.read_text(encoding="utf-8"), path
+        assert not {"multiprocessing", "subprocess"} & {*imports(path)}, path
+
+
+PROBED = {
+    **dict.fromkeys(("reason", "position", "lineno", "errno", "stderr", "strerror", "tag"), "of others' exceptions"),
+    **dict.fromkeys(("sched_getaffinity", "renameat2", "prctl", "MADV_HUGEPAGE", "CSafeLoader"), "not everywhere"),
+    **dict.fromkeys(("__qualname__", "__html__", "__self__", "__ms_class__", "__members__", "__dict__"), "Python's"),
+    **dict.fromkeys(("fs", "limit", "body_bytes", "bool_"), "of other packages"),
+    **dict.fromkeys(("weights", "name", "training", "dtype", "num_kv_heads"), "of MindSpore's and users' objects"),
+    "parallel_report": "of networks that were made parallel, users' own among them",
+    "axes": "of the values of some operators",
+}
+"""Attributes that are looked for by name, and why no class declares them."""
+
+
+def test_attributes_are_declared_and_not_probed():
+    probe = re.compile(r"\b(?:getattr|hasattr)\((?:[^()\"]|\([^()\"]*\))*, \"(\w+)\"")
+    found = {name for path in modules("sporeloom") for name in probe.findall(path.read_text(encoding="utf-8"))}
+    assert found == PROBED.keys()
 
 
 BACKENDS = {"by_mindspore": {"spmd"}, "spmd": set(), "cpu": {"spmd"}}

@@ -28,6 +28,11 @@ WEIGHTS_ALONE = "weights_alone"
 SHOWN = 8
 
 
+def logical_name(name: str) -> str:
+    """A parameter's name in a checkpoint: the model's own, with `adam_m.` or `adam_v.` before it for its moments."""
+    return name.replace("model.", "", 1)
+
+
 def is_trained(name: str) -> bool:
     """Whether an optimizer updates a parameter; a router's bias moves by its layer's counts."""
     return not name.endswith(".balance_bias")

@@ -44,7 +44,7 @@ from sporeloom.checkpoint.tensor_hashes import tensor_damage
 from sporeloom.core.errors import ConfigError
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.config_file import CONFIG
-from sporeloom.models.parameters import parameter_shapes
+from sporeloom.models.parameters import decoder_specs, parameter_shapes
 from sporeloom.models.parts.experts import STACKED, ExpertConfig
 from sporeloom.strategy.tensor_slice import TensorSlice
 
@@ -145,10 +145,13 @@ class UpcycleJob:
 
     def _fresh(self, name: str, is_moment: bool) -> NDArray[np.float32]:
         """Parameters that the dense model lacks: a router begins as in a new model, its optimizer's state at 0."""
-        shape = parameter_shapes(self.model)[name]
-        if name.endswith(".router.weight") and not is_moment:
-            return self._random(name).normal(0, self.model.init_std, shape).astype(np.float32)
-        return np.full(shape, float(name.endswith(".weights.scale") and not is_moment), np.float32)
+        _, shape, init, *_ = decoder_specs(self.model)[name]
+        if is_moment:
+            return np.zeros(shape, np.float32)
+        if init.kind == "normal":
+            return self._random(name).normal(0, init.value, shape).astype(np.float32)
+        assert init.kind == "constant", f"{name}: {init}"
+        return np.full(shape, init.value, np.float32)
 
     def _random(self, name: str) -> np.random.Generator:
         return np.random.default_rng([self.seed, zlib.crc32(name.encode())])

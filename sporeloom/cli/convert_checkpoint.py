@@ -20,6 +20,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
+from sporeloom.checkpoint.destinations import destinations
 from sporeloom.checkpoint.huggingface import (
     Dtype,
     export_published,
@@ -44,7 +45,6 @@ from sporeloom.runtime.environment import prepare_environment
 from sporeloom.strategy.checks import model_problems
 from sporeloom.strategy.config import Strategy
 from sporeloom.strategy.loader import load_strategy
-from sporeloom.train.shards import shards_for
 
 DEFAULT_FAMILY = "pangu"
 Dialect = Literal["megatron", "mindspore", "huggingface", "ours"]
@@ -157,7 +157,8 @@ def convert(config: ConvertConfig, strategy: Strategy | None) -> int:
 def _import_shards(config: ConvertConfig, source: PublishedFolder) -> int:
     assert config.strategy
     strategy = load_strategy(config.strategy)
-    shards = shards_for(strategy, source.family, source.model, source.shapes)
+    prepare_environment()
+    shards = destinations(strategy, source.family, source.model, source.shapes)
     described = {**asdict(strategy.mesh), "file": str(config.strategy)}
     num_bytes = import_shards(source, config.output, shards, described)
     files = counted(len({file for parts in shards.values() for file, _ in parts}), "file", "files")

@@ -128,12 +128,11 @@ class TemplatedTokenizer(SpecialTokens):
     """
 
     benchmark_form = "chat"
-    """Prompt form of HumanEval-X for such a model."""
+    template: ChatTemplate
 
     def __init__(self, tokenizer: Any, template: ChatTemplate):
         self._tokenizer, self.template = tokenizer, template
-        self.special = getattr(tokenizer, "template_tokens", tokenizer.special)
-        self.prefix = tokenizer.prefix
+        self.special, self.prefix, self.infill = tokenizer.template_tokens, tokenizer.prefix, tokenizer.infill
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)

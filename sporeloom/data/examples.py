@@ -146,7 +146,7 @@ class LineTokenizer:
 
     def _each(self, lines: Sequence[Line], read: Callable[[Line], Any]) -> list[Any]:
         with_messages = [line for line in lines if any(isinstance(value, list) for value in _texts(line))]
-        if with_messages and not hasattr(self.tokenizer, "chat"):
+        if with_messages and self.tokenizer.chat is None:
             raise ConfigError(
                 f"{with_messages[0].place}: messages, but the model has no chat template: give one with --chat-template, as "
                 "examples/assistant/chat_template.jinja is"

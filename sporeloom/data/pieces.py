@@ -62,7 +62,6 @@ class PieceTokenizer(SpecialTokens):
 
     @property
     def template_tokens(self) -> dict[str, int]:
-        """Names that a chat template may write."""
         return {**self.control, **self.special}
 
     @property

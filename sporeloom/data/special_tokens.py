@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from sporeloom.data.chat_template import ChatTemplate
 
 
 class Span(NamedTuple):
@@ -45,6 +48,19 @@ class SpecialTokens(ABC):
     """Tokens that every text begins with."""
     special: Mapping[str, int] = {}
     """Name of a special token -> its id, where a prompt may name it."""
+    chat: Callable[..., list[Span]] | None = None
+    """For a chat model: the prompt of `(messages, add_generation_prompt)`; subclasses define it as a method."""
+    infill: Callable[..., list[Span]] | None = None
+    """For a model that was trained to fill in the middle: the prompt of `(before, after)`; defined in the same way."""
+    template: ChatTemplate | None = None
+    """The chat template; None where the form of a chat is built in, or there is none."""
+    benchmark_form: Literal["chat"] | None = None
+    """Prompt form of HumanEval-X for the model; default: that of its family."""
+
+    @property
+    def template_tokens(self) -> Mapping[str, int]:
+        """Names that a chat template may write."""
+        return self.special
 
     @abstractmethod
     def encode_text(self, text: str) -> list[int]:

@@ -6,12 +6,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.files import read_bytes
 from sporeloom.core.hashes import HASHES, check_file
-from sporeloom.data.chat_template import TemplatedTokenizer, with_template
+from sporeloom.data.chat_template import ChatTemplate, TemplatedTokenizer, with_template
 from sporeloom.data.special_tokens import Span, joined
 from sporeloom.models.adapters import base_folder, is_adapter_folder
 from sporeloom.models.config import ModelConfig
@@ -37,14 +37,26 @@ class Prompt(NamedTuple):
 
 
 class Tokenizer(Protocol):
-    """Converts text to token ids and back. The tokenizer of a chat model has `chat(messages,
-    add_generation_prompt)` besides, that of a model trained to fill in the middle `infill(before, after)`: the
-    prompts, as spans."""
+    """Converts text to token ids and back."""
 
     file_name: str
     """File name of the tokenizer in a checkpoint folder."""
     prefix: Sequence[int]
     """Tokens that every text begins with."""
+    template: ChatTemplate | None
+    """The chat template; None where the form of a chat is built in, or there is none."""
+    benchmark_form: Literal["chat"] | None
+    """Prompt form of HumanEval-X for the model; None: that of its family."""
+
+    @property
+    def chat(self) -> Callable[..., list[Span]] | None:
+        """For a chat model: the prompt of `(messages, add_generation_prompt)`, as spans."""
+        ...
+
+    @property
+    def infill(self) -> Callable[..., list[Span]] | None:
+        """For a model that was trained to fill in the middle: the prompt of `(before, after)`, as spans."""
+        ...
 
     @property
     def vocab_size(self) -> int: ...
@@ -166,7 +178,7 @@ def chat_prompt(
     Raises:
         ConfigError: the tokenizer's model is a base model, or has another chat format.
     """
-    form = _own_form(tokenizer, "chat", "--chat")
+    form = _own_form(tokenizer, tokenizer.chat, "--chat")
     if isinstance(tokenizer, TemplatedTokenizer):
         return _prompt(tokenizer, form(messages, add_generation_prompt, variables, tools))
     kind = type(tokenizer).__name__
@@ -183,7 +195,7 @@ def infill_prompt(tokenizer: Tokenizer, before: str, after: str) -> Prompt:
     Raises:
         ConfigError: the tokenizer's model was not trained to fill in the middle.
     """
-    return _prompt(tokenizer, _own_form(tokenizer, "infill", "--suffix")(before, after))
+    return _prompt(tokenizer, _own_form(tokenizer, tokenizer.infill, "--suffix")(before, after))
 
 
 def text_prompt(tokenizer: Tokenizer, text: str) -> Prompt:
@@ -191,14 +203,12 @@ def text_prompt(tokenizer: Tokenizer, text: str) -> Prompt:
     return Prompt(text, tuple(tokenizer.encode(text)))
 
 
-def _own_form(tokenizer: Tokenizer, name: str, flag: str) -> Callable[..., list[Span]]:
-    form = getattr(tokenizer, name, None)
+def _own_form(tokenizer: Tokenizer, form: Callable[..., list[Span]] | None, flag: str) -> Callable[..., list[Span]]:
     if form is None:
         raise ConfigError(
             f"{flag}: {type(tokenizer).__name__} belongs to a base model, which was trained on plain text only"
         )
-    found: Callable[..., list[Span]] = form
-    return found
+    return form
 
 
 def _prompt(tokenizer: Tokenizer, spans: Sequence[Span]) -> Prompt:

@@ -10,8 +10,10 @@ import numpy as np
 from mindspore import nn
 from mindspore.nn.utils import no_init_parameters
 
+from sporeloom.models.cells import FlashCell
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import family_module
+from sporeloom.nn.decoder import DecoderWithLoss
 from sporeloom.parallel.parallelize import parallelize, wrap
 from sporeloom.parallel.report import Report
 from sporeloom.parallel.step import TrainStep
@@ -57,12 +59,12 @@ def model_cell(
         net = family_module(family, "model").Model(model) if inference else task_network(family, model, task)
         report = parallelize(net, strategy, whole=not inference)
         for _, cell in net.cells_and_names():
-            if hasattr(cell, "flash_on_cpu"):
+            if isinstance(cell, FlashCell):
                 cell.flash_on_cpu = True  # the graph is that of devices, also for a mesh of one
         if inference:
             return DryRunCell(net.set_train(False), report, inputs)
         inputs += [(batch, np.int32), *[(batch, np.float32)] * (1 + net.loss.num_inputs)]
-        inputs += [(batch, np.int32), (batch, np.float32)] * getattr(net, "num_mtp", 0)
+        inputs += [(batch, np.int32), (batch, np.float32)] * (net.num_mtp if isinstance(net, DecoderWithLoss) else 0)
         inputs += [(batch, np.int32)] if model.dropout_rate else []
         step = TrainStep(
             wrap(net, strategy, accumulate),

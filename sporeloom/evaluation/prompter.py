@@ -60,7 +60,7 @@ def prompter_of(job: GenerateJob, form: PromptForm | None, system_prompt: str | 
         ConfigError: it knows no languages or is a base model.
     """
     default: PromptForm = "tagged" if language_tags(job.family) else "plain"
-    chosen: PromptForm = form or getattr(job.tokenizer, "benchmark_form", None) or default
+    chosen: PromptForm = form or job.tokenizer.benchmark_form or default
     if chosen == "tagged":
         find_language("python", job.family)
     if chosen != "chat" and system_prompt is not None:

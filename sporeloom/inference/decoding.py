@@ -96,7 +96,7 @@ class Rows:
         assert num_rows % engine.strategy.mesh.dp == 0, (num_rows, engine.strategy.mesh)
         self.engine, self.net, self.config, self.num_rows = engine, net, config, num_rows
         self.num_replicas = engine.strategy.mesh.dp
-        self.has_kernels = bool(getattr(net, "num_kernels", 0))
+        self.has_kernels = bool(net.num_kernels)
         self._prepared: set[tuple[int, ...]] = set()
 
     def compile(self, inputs: Sequence[Tensor], net: nn.Cell | None = None) -> None:

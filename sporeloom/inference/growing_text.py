@@ -22,7 +22,7 @@ class GrowingText:
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
-        self._prefix = list(getattr(tokenizer, "prefix", ()))
+        self._prefix = list(tokenizer.prefix)
         self._first: list[int] = []
         self._settled, self._context = "", ""
         self._window: list[int] = []  # the tokens of `_context`, then those that are not settled

@@ -142,7 +142,7 @@ def rows_are_alone(net: nn.Cell) -> bool:
         for _, c in net.cells_and_names()
         if isinstance(c, Attention | LatentAttention | AdaptedProduct | LoRALinear | TiedHead)
     ]
-    return not net.has_several_adapters and all(getattr(cell, "has_kernel", False) for cell in products)
+    return not net.has_several_adapters and all(cell.has_kernel for cell in products)
 
 
 def _kernel_for(cell: nn.Cell) -> tuple[str, Callable[..., list[int]]] | None:
@@ -153,13 +153,11 @@ def _kernel_for(cell: nn.Cell) -> tuple[str, Callable[..., list[int]]] | None:
             return None
         cell.plan = Tensor(plan)
         return "layer", lambda x, *_: x
-    if str(getattr(cell, "dtype", "")) != "Float32":
+    if not isinstance(cell, Attention | Linear | Int8Linear | Int4Linear | TiedHead) or str(cell.dtype) != "Float32":
         return None
     if isinstance(cell, Attention):
         name = "attend_int8" if isinstance(cell.cache, Int8KVCache) else "attend"
         return (name, lambda q, *_: q) if cell.head_dim % LANES == 0 else None
-    if not isinstance(cell, Linear | Int8Linear | Int4Linear | TiedHead):
-        return None
     rows, columns = (
         (cell.config.vocab_size, cell.config.hidden_size) if isinstance(cell, TiedHead) else cell.matrix_shape
     )
@@ -187,15 +185,11 @@ def _plan(layer: Block) -> NDArray[np.int32] | None:
     matrices = [attention.query, attention.key, attention.value, attention.output, mlp.up, mlp.down]
     matrices += [mlp.gate] if isinstance(mlp, GatedMLP) else []
     is_plain = all(type(matrix) in (Linear, Int8Linear, Int4Linear) and not matrix.has_adapters for matrix in matrices)
-    is_plain = is_plain and len({_weights_of(matrix) for matrix in matrices}) == 1
-    widths = [length for matrix in matrices for length in getattr(matrix, "matrix_shape", ())]
+    if not is_plain or len({_weights_of(matrix) for matrix in matrices}) > 1:
+        return None
+    widths = [length for matrix in matrices for length in matrix.matrix_shape]
     head = attention.head_dim
-    if (
-        not is_plain
-        or str(attention.dtype) != "Float32"
-        or head > MAX_HEAD_DIM
-        or any(n % LANES for n in (head, *widths))
-    ):
+    if str(attention.dtype) != "Float32" or head > MAX_HEAD_DIM or any(n % LANES for n in (head, *widths)):
         return None
     rotary = attention.query_rotary if attention.has_rotary else None
     is_rms = isinstance(norm, RMSNorm)

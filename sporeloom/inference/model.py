@@ -33,7 +33,7 @@ from sporeloom.nn.lora import attach_adapters
 from sporeloom.nn.multi_lora import attach_several_adapters
 from sporeloom.nn.replace import share_parameters
 from sporeloom.parallel.parallelize import parallelize
-from sporeloom.runtime.spmd.program import Source
+from sporeloom.runtime.spmd.program import SOURCES, Source
 from sporeloom.strategy.config import Strategy
 from sporeloom.strategy.tensor_slice import TensorSlice
 
@@ -142,7 +142,7 @@ def load_model(
             places[number][...] = source.read(source.full)  # caches, too: else the first texts wait for their memory
             parameter.set_data(Tensor.from_numpy(places[number]))
         elif on_cpu:
-            parameter.source = source
+            SOURCES.set(parameter, source)
         else:
             parameter.set_data(Tensor(source.read(source.full), dtype=parameter.dtype))
     return net

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from sporeloom.inference.model import CACHE
 from sporeloom.runtime.engine import Engine
+from sporeloom.runtime.spmd.program import storage
 
 
 class SlotMemory:
@@ -38,7 +39,7 @@ class SlotMemory:
                 shape = self._net.parallel_report.of(parameter.name).global_shape
                 if held := self._engine.held_slice(parameter.name, shape):
                     # Where no kernel computes in its own type, programs have another.
-                    found.append((getattr(parameter, "in_float32", parameter), slice(held.start[0], held.stop[0])))
+                    found.append((storage(parameter), slice(held.start[0], held.stop[0])))
         return found
 
     def clear(self, row: int, start: int) -> None:

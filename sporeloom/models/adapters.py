@@ -12,8 +12,9 @@ from sporeloom.core.errors import ConfigError
 from sporeloom.core.numbers import Count, Positive, Rate
 from sporeloom.core.reader import read_json
 from sporeloom.models.config import ModelConfig
-from sporeloom.models.parameters import Shapes, parameter_shapes
+from sporeloom.models.parameters import Shapes, decoder_specs, parameter_shapes
 from sporeloom.models.parts.experts import STACKED
+from sporeloom.models.parts.spec import ZEROS, InitialValue, ParameterSpec, Specs
 from sporeloom.models.paths import alternatives, path_matches
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -109,15 +110,23 @@ class LoRAConfig:
                 )
         return [path for path in linear if any(path_matches(pattern, path) for pattern in self.target_modules)]
 
-    def shapes(self, model: ModelConfig) -> Shapes:
-        """Shape of each trained parameter: those of adapters, and the head of a reward model."""
-        weights = parameter_shapes(model)
-        result: Shapes = {}
+    def specs(self, model: ModelConfig) -> Specs:
+        """Each trained parameter: those of adapters, which change nothing at first, and the head of a reward model.
+
+        Source: PEFT's initial values.
+        """
+        weights = decoder_specs(model)
         for path in self.targets(model):
-            outer, inner = weights[f"{path}.weight"]
-            result[path + LORA_A] = (self.r_of(path), inner)
-            result[path + LORA_B] = (outer, self.r_of(path))
-        return {**result, HEAD: weights[HEAD]} if model.value_head else result
+            (outer, inner), rank = weights[f"{path}.weight"].shape, self.r_of(path)
+            bound = InitialValue("uniform", 1 / math.sqrt(inner))
+            yield ParameterSpec(path + LORA_A, (rank, inner), bound, "matrix")
+            yield ParameterSpec(path + LORA_B, (outer, rank), ZEROS, "matrix")
+        if model.value_head:
+            yield weights[HEAD]
+
+    def shapes(self, model: ModelConfig) -> Shapes:
+        """Shape of each trained parameter."""
+        return {spec.name: spec.shape for spec in self.specs(model)}
 
 
 def target_paths(target: str) -> list[str]:

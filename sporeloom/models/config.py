@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -321,12 +320,6 @@ class ModelConfig(Widths):
         if domain is None:
             return 0
         return (domain - self.mixture.domain) % self.num_domains * self.vocab_size
-
-    @property
-    def output_std(self) -> float:
-        """Initial standard deviation of the two matrices of a layer that write to the residual stream."""
-        std = self.output_init_std
-        return self.init_std / math.sqrt(2 * self.num_layers) if std is None else std
 
     @property
     def flash_problem(self) -> str | None:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every parameter of a decoder by name and shape, for checkpoints, converters and the planner: what its parts declare.
-
-The Cells of `sporeloom.nn` make the same ones; a test compares both.
+"""Every parameter of a decoder by name, shape and initial value: what its parts declare. The Cells of `sporeloom.nn` are
+built from it; checkpoints, converters and the planner read it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from sporeloom.models.parts import (
     streams,
     tables,
 )
-from sporeloom.models.parts.spec import ParameterSpec, Specs
+from sporeloom.models.parts.spec import InitRule, ParameterSpec, ParameterSpecs, Specs
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -59,6 +58,29 @@ def attention_specs(config: ModelConfig) -> list[ParameterSpec]:
     if config.latent:
         return [*latent_attention.parameters(config, config.latent)]
     return [*attention.parameters(config)]
+
+
+def decoder_specs(config: ModelConfig) -> ParameterSpecs:
+    """Parameters of the model by name, the rules of their initial values resolved."""
+    numbers = init_numbers(config)
+    return ParameterSpecs.of(spec._replace(init=spec.init.resolved(numbers)) for spec in parameter_specs(config))
+
+
+def init_numbers(config: ModelConfig) -> dict[InitRule, float]:
+    """The number of each rule of initial values."""
+    attention_gain, mlp_gain = config.sandwich_gains
+    output_std = config.output_init_std
+    if output_std is None:
+        output_std = config.init_std / math.sqrt(2 * config.num_layers)
+    numbers: dict[InitRule, float] = {
+        "embedding_std": config.embedding_init_std,
+        "qkv_std": config.qkv_init_std,
+        "matrix_std": config.init_std,
+        "output_std": output_std,
+        "attention_gain": attention_gain,
+        "mlp_gain": mlp_gain,
+    }
+    return {rule: float(number) for rule, number in numbers.items()}
 
 
 def parameter_shapes(config: ModelConfig) -> Shapes:

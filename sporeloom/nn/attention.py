@@ -7,7 +7,9 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
 
+from sporeloom.models.cells import FlashCell
 from sporeloom.models.config import ModelConfig
+from sporeloom.models.parts.spec import ParameterSpecs
 from sporeloom.nn.cache import Int8KVCache, KVCache, NoCache
 from sporeloom.nn.dropout import AttentionDropout, Dropout
 from sporeloom.nn.flash import FlashAttention, chooses_flash, runs_flash
@@ -35,15 +37,12 @@ def _sinks(count):
     return Tensor(np.arange(-count, 0, dtype=np.int32))
 
 
-class Mask(nn.Cell):
+class Mask(nn.Cell, FlashCell):
     """Additive attention bias, 0 where a token may attend and -10000 elsewhere; for FlashAttention 0 and 1.
 
     Args:
         num_sinks: keys in front of all tokens' that every token attends to.
     """
-
-    flash_on_cpu = False
-    """Whether graphs for CPUs have FlashAttention, too: set by `parallelize` for several processes."""
 
     def __init__(self, flash=False, num_sinks=0):
         super().__init__()
@@ -119,7 +118,7 @@ class SlotMask(Mask):
         return self.both(visible, self.not_before(self.before(positions, self.window), _places(self.capacity)))
 
 
-class Attention(nn.Cell):
+class Attention(nn.Cell, FlashCell):
     """Softmax(Q K^T / sqrt(head_dim) + mask) V, then the output projection.
 
     Keys and values go through `cache`, which may add those of earlier tokens. KV heads of keys and values serve H heads of
@@ -130,18 +129,12 @@ class Attention(nn.Cell):
     """Whether single queries over a cache are computed by a compiled kernel, which writes to the cache, too
     (`sporeloom.inference.kernels`)."""
 
-    flash_on_cpu = False
-    """Set like that of the mask."""
-
-    def __init__(self, config: ModelConfig, dtype: mstype.Type):
+    def __init__(self, config: ModelConfig, specs: ParameterSpecs, dtype: mstype.Type):
         super().__init__()
-        d, qkv_std, qkv_bias = config.hidden_size, config.qkv_init_std, config.qkv_bias
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.kv_heads, config.head_size
         self.query_size, self.dtype = config.query_size, dtype
-        self.query = Linear(d, config.query_size, qkv_std, dtype, qkv_bias)
-        self.key = Linear(d, config.kv_size, qkv_std, dtype, qkv_bias)
-        self.value = Linear(d, config.kv_size, qkv_std, dtype, qkv_bias)
-        self.output = Linear(config.query_size, d, config.output_std, dtype, config.output_bias)
+        self.query, self.key = Linear(specs.within("query"), dtype), Linear(specs.within("key"), dtype)
+        self.value, self.output = Linear(specs.within("value"), dtype), Linear(specs.within("output"), dtype)
         self.has_rotary = config.position == "rotary"
         if self.has_rotary:
             self.query_rotary, self.key_rotary = Rotary(config, dtype), Rotary(config, dtype)

@@ -9,10 +9,11 @@ from mindspore import dtype as mstype
 from mindspore import nn, ops
 
 from sporeloom.models.config import ModelConfig
+from sporeloom.models.parts.spec import ParameterSpecs
 from sporeloom.nn.attention import Attention
 from sporeloom.nn.latent_attention import LatentAttention
 from sporeloom.nn.linear import MAX_KERNEL_ROWS
-from sporeloom.nn.mlp import MLP, GatedMLP
+from sporeloom.nn.mlp import build_mlp
 from sporeloom.nn.moe import MoE
 from sporeloom.nn.norm import build_norm
 
@@ -26,16 +27,16 @@ class Block(nn.Cell):
     drops_tokens = False
     """Whether it processes only the tokens sampled for it (`sporeloom.nn.token_drop`)."""
 
-    def __init__(self, config: ModelConfig, dtype: mstype.Type, layer: int):
+    def __init__(self, config: ModelConfig, specs: ParameterSpecs, dtype: mstype.Type, layer: int):
         super().__init__()
-        self.attention_norm = build_norm(config, dtype)
-        self.attention = LatentAttention(config, dtype, layer) if config.latent else Attention(config, dtype)
+        self.attention_norm = build_norm(config, specs.within("attention_norm"), dtype)
+        self.attention = (LatentAttention if config.latent else Attention)(config, specs.within("attention"), dtype)
         self.attention_add = ops.Add()
         self.has_experts = config.has_experts(layer)
         if self.has_experts:
-            self.mlp, self.losses_add = MoE(config, layer, dtype), ops.Add()
+            self.mlp, self.losses_add = MoE(config, specs.within("mlp"), dtype, layer), ops.Add()
         else:
-            self.mlp = (GatedMLP if config.gated_mlp else MLP)(config, dtype)
+            self.mlp = build_mlp(config, specs.within("mlp"), dtype)
         self.mlp_add = ops.Add()
 
     def construct(
@@ -74,9 +75,9 @@ class Block(nn.Cell):
 class DecoderLayer(Block):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: ModelConfig, dtype: mstype.Type, layer: int):
-        super().__init__(config, dtype, layer)
-        self.mlp_norm = build_norm(config, dtype)
+    def __init__(self, config: ModelConfig, specs: ParameterSpecs, dtype: mstype.Type, layer: int):
+        super().__init__(config, specs, dtype, layer)
+        self.mlp_norm = build_norm(config, specs.within("mlp_norm"), dtype)
 
     def whole(
         self, x, bias, angles=None, slots=None, dropout_keys=None, tokens=None, shares=None, losses=None, groups=None
@@ -111,12 +112,11 @@ class ParallelBlock(Block):
 class SandwichLayer(Block):
     """x + norm(attention(norm(x))), then x + norm(mlp(norm(x))). Source: arXiv:2504.07866 section 2.2."""
 
-    def __init__(self, config: ModelConfig, dtype: mstype.Type, layer: int):
-        super().__init__(config, dtype, layer)
-        after_attention, after_mlp = config.sandwich_gains
-        self.attention_output_norm = build_norm(config, dtype, after_attention)
-        self.mlp_norm = build_norm(config, dtype)
-        self.mlp_output_norm = build_norm(config, dtype, after_mlp)
+    def __init__(self, config: ModelConfig, specs: ParameterSpecs, dtype: mstype.Type, layer: int):
+        super().__init__(config, specs, dtype, layer)
+        self.attention_output_norm = build_norm(config, specs.within("attention_output_norm"), dtype)
+        self.mlp_norm = build_norm(config, specs.within("mlp_norm"), dtype)
+        self.mlp_output_norm = build_norm(config, specs.within("mlp_output_norm"), dtype)
 
     def whole(
         self, x, bias, angles=None, slots=None, dropout_keys=None, tokens=None, shares=None, losses=None, groups=None

@@ -4,7 +4,10 @@
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore import dtype as mstype
-from mindspore.common.initializer import Normal, initializer
+from mindspore.common.initializer import initializer
+
+from sporeloom.models.parts.spec import ParameterSpecs
+from sporeloom.nn.parameter import declared_parameter
 
 
 class ConvPlaces(nn.Cell):
@@ -56,10 +59,11 @@ class CausalConv(nn.Cell):
     modelling file for transformers.
     """
 
-    def __init__(self, channels: int, width: int, std: float, dtype: mstype.Type):
+    def __init__(self, specs: ParameterSpecs, dtype: mstype.Type):
         super().__init__()
-        self.weight = Parameter(initializer(Normal(std), (channels, 1, width), mstype.float32))
-        self.channels, self.width, self.dtype = channels, width, dtype
+        self.weight = declared_parameter(specs["weight"])
+        self.channels, _, self.width = specs["weight"].shape
+        self.dtype = dtype
         self.rows, self.cut, self.empty, self.join = ops.Reshape(), ops.StridedSlice(), ops.ZerosLike(), ops.Concat(1)
         self.tap, self.cast, self.times, self.add = ops.StridedSlice(), ops.Cast(), ops.Mul(), ops.Add()
         self.keep, self.residual, self.flat = ops.Mul(), ops.Add(), ops.Reshape()

@@ -8,14 +8,19 @@ from mindspore import dtype as mstype
 from mindspore import nn, ops
 
 from sporeloom.core.errors import ConfigError
+from sporeloom.models.cells import TyingCell
 from sporeloom.models.config import ModelConfig
+from sporeloom.models.parameters import decoder_specs
+from sporeloom.models.parts.multi_token_prediction import PREFIX
+from sporeloom.models.parts.spec import ParameterSpecs
+from sporeloom.models.parts.tables import value_head
 from sporeloom.nn.attention import Attention, DocumentMask, SlotMask, WindowMask
 from sporeloom.nn.blocks import BLOCKS
 from sporeloom.nn.causal_conv import CausalConv, ConvPlaces
 from sporeloom.nn.dropout import number_dropouts
 from sporeloom.nn.embedding import TokenEmbedding
 from sporeloom.nn.flash import chooses_flash
-from sporeloom.nn.head import Head, HeadInput, TiedHead, ValueHead
+from sporeloom.nn.head import HeadInput, ValueHead, build_head
 from sporeloom.nn.hyper_connections import StreamLayer, StreamReader
 from sporeloom.nn.indexer import Indexer
 from sporeloom.nn.latent_attention import LatentAttention
@@ -26,7 +31,7 @@ from sporeloom.nn.rotary import Angles
 from sporeloom.nn.routing import TokenGroups
 
 
-class Decoder(nn.Cell):
+class Decoder(nn.Cell, TyingCell):
     """Tokens (B, T) and their positions within documents (B, T) -> logits (B*T, V), or values (B*T, 1), float32.
 
     `rows` picks the rows of (B*T) to give logits for, counted among those this device holds. With caches attached the
@@ -35,12 +40,23 @@ class Decoder(nn.Cell):
     each token's adapter in their place (see `sporeloom.nn.multi_lora`).
     """
 
+    num_kernels = 0
+    """Number of parts that compute by compiled kernels, in a network for inference (`sporeloom.inference.model`)."""
+    has_several_adapters = False
+    """Whether each token may have an adapter of its own."""
+    rows_are_alone = False
+    """Whether what a row gets is the same to the bit however many rows there are."""
+    lends_rows = False
+    """Whether rows of the caches may be read for others that begin alike."""
+    kv_cache = "auto"
+    """Number type of the caches, as `--kv-cache` names it."""
+
     def __init__(self, config: ModelConfig):
         super().__init__()
-        dtype = getattr(mstype, config.compute_dtype)
+        dtype, specs = getattr(mstype, config.compute_dtype), decoder_specs(config)
         self.config, self.tied_embedding = config, config.tied_embedding
         self.has_experts = config.experts is not None
-        self.embedding = TokenEmbedding(config, dtype)
+        self.embedding = TokenEmbedding(config, specs.within("embedding"), dtype)
         self.num_sinks = config.latent.num_sinks if config.latent else 0
         self.mask = DocumentMask(chooses_flash(config), self.num_sinks)
         self.has_rotary = config.position == "rotary"
@@ -48,22 +64,24 @@ class Decoder(nn.Cell):
             self.angles = Angles(config)
         plain = [path for path in config.layers if path.startswith("layers.")]
         block = StreamLayer if config.streams else BLOCKS[config.block]
-        self.layers = nn.CellList([block(config, dtype, layer) for layer in range(len(plain))])
-        self.build_further(config)
+        self.layers = nn.CellList([block(config, specs.within(path), dtype, layer) for layer, path in enumerate(plain)])
+        self.build_further(config, specs)
         if config.num_mtp_layers:
-            self.mtp = nn.CellList([MTPLayer(config, dtype, depth) for depth in range(config.num_mtp_layers)])
+            self.mtp = nn.CellList(
+                [MTPLayer(config, specs.within(f"{PREFIX}{n}"), dtype, n) for n in range(config.num_mtp_layers)]
+            )
             self.known_token, self.mtp_reads_normed = ops.Maximum(), config.mtp_input == "after_norm"
-        self.build_top(config, dtype)
-        self.final_norm = build_norm(config, dtype)
-        self.head = (ValueHead if config.value_head else TiedHead if config.tied_embedding else Head)(config, dtype)
+        self.build_top(config, specs, dtype)
+        self.final_norm = build_norm(config, specs.within("final_norm"), dtype)
+        self.head = build_head(config, specs.within("head"), dtype)
         number_dropouts(self)
 
-    def build_further(self, config):
+    def build_further(self, config, specs):
         """Streams, windows, and what convolutions need of positions."""
         self.has_streams, self.has_windows = config.streams is not None, any(config.windows)
         if config.streams:
             self.num_streams, self.repeat = config.streams.num_streams, ops.Tile()
-            self.streams_out = StreamReader(config, reads_only=True)
+            self.streams_out = StreamReader(config, specs.within("streams_out"), reads_only=True)
         if self.has_windows:
             windows = sorted(set(config.windows) - {0})
             self.window_masks = nn.CellList([WindowMask(window, self.num_sinks) for window in windows])
@@ -81,7 +99,7 @@ class Decoder(nn.Cell):
             masks += tuple([mask(positions) for mask in self.window_masks])
         return masks
 
-    def build_top(self, config, dtype):
+    def build_top(self, config, specs, dtype):
         """Parts that `top` uses besides the final norm; a decoder has none."""
 
     @nn.Cell.compile_phase.setter
@@ -264,7 +282,8 @@ class DecoderWithValues(nn.Cell):
     def __init__(self, model: Decoder, loss: nn.Cell):
         super().__init__()
         self.model, self.loss = model, loss
-        self.value_head = ValueHead(model.config, None)
+        specs = ParameterSpecs.of([value_head("value_head", model.config.hidden_size)])
+        self.value_head = ValueHead(specs.within("value_head"), None)
         self.num_inputs = loss.num_inputs
 
     def construct(self, tokens, labels, positions, loss_weights, *more):

@@ -5,11 +5,12 @@ Shapes: see `sporeloom.nn.moe`.
 """
 
 import numpy as np
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
-from mindspore.common.initializer import initializer
 
 from sporeloom.models.config import ModelConfig
+from sporeloom.models.parts.spec import ParameterSpecs
+from sporeloom.nn.parameter import declared_parameter
 from sporeloom.nn.router_losses import TINY
 
 
@@ -92,14 +93,14 @@ class CombineWeights(nn.Cell):
     """Combine weight of each choice, 0 if it is dropped: probabilities (G, L, E), one-hot (G, k*L, E), kept (G,
     k*L); (G, k*L)."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, specs: ParameterSpecs):
         super().__init__()
         experts = config.mixture
         self.chosen, self.normalize = experts.experts_per_token, experts.normalize
         self.factor = experts.routed_scaling_factor
-        self.has_scale = experts.router_scale
+        self.has_scale = "scale" in specs
         if self.has_scale:
-            self.scale = Parameter(initializer("ones", (1, experts.num_experts), mstype.float32))
+            self.scale = declared_parameter(specs["scale"])
             self.scale_mul, self.scale_sum, self.scaled = ops.Mul(), ops.ReduceSum(), ops.Mul()
         self.by_choice, self.expand = ops.Reshape(), ops.ExpandDims()
         self.pick, self.pick_sum = ops.Mul(), ops.ReduceSum()

@@ -9,6 +9,7 @@ import math
 from mindspore import dtype as mstype
 from mindspore import nn, ops
 
+from sporeloom.models.cells import PartlyForwardCell
 from sporeloom.nn.loss import TokenLosses
 from sporeloom.nn.objectives import Objective
 
@@ -124,7 +125,7 @@ class Distillation(Objective):
         return self.counted(loss, numbers)
 
 
-class DecoderWithTeacher(nn.Cell):
+class DecoderWithTeacher(nn.Cell, PartlyForwardCell):
     """Training network of a student, with its frozen teacher on the same tokens; see `DecoderWithLoss`. Sharding rules, which
     are ends of paths, apply to both."""
 

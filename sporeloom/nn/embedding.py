@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Learned embeddings: tokens, positions, queries."""
 
-from mindspore import Parameter, nn, ops
 from mindspore import dtype as mstype
-from mindspore.common.initializer import Initializer, Normal, TruncatedNormal, initializer
+from mindspore import nn, ops
 
 from sporeloom.models.config import ModelConfig
+from sporeloom.models.parts.spec import ParameterSpecs
 from sporeloom.nn.dropout import Dropout
+from sporeloom.nn.parameter import declared_parameter
 
 
 class Embedding(nn.Cell):
     """Rows of a float32 table, looked up by id."""
 
-    def __init__(self, num_rows: int, hidden_size: int, init: Initializer):
+    def __init__(self, specs: ParameterSpecs):
         super().__init__()
-        self.weight = Parameter(initializer(init, (num_rows, hidden_size), mstype.float32))
+        self.weight = declared_parameter(specs["weight"])
         self.gather = ops.Gather()
 
     def construct(self, ids):  # of any shape: (...) -> (..., D)
@@ -25,12 +26,12 @@ class TokenEmbedding(nn.Cell):
     """Token embedding, plus that of the position where positions are learned, then dropout, as rows of the
     residual stream."""
 
-    def __init__(self, config: ModelConfig, dtype: mstype.Type):
+    def __init__(self, config: ModelConfig, specs: ParameterSpecs, dtype: mstype.Type):
         super().__init__()
-        self.word = Embedding(config.vocab_size, config.hidden_size, Normal(config.embedding_init_std))
+        self.word = Embedding(specs.within("word"))
         self.has_positions = config.position == "learned"
         if self.has_positions:
-            self.position = Embedding(config.seq_len, config.hidden_size, TruncatedNormal(config.embedding_init_std))
+            self.position = Embedding(specs.within("position"))
             self.add, self.reshape = ops.Add(), ops.Reshape()
         self.hidden_size, self.dtype = config.hidden_size, dtype
         self.cast = ops.Cast()

@@ -11,6 +11,7 @@ import mindspore as ms
 from mindspore import nn, ops
 from mindspore.ops.operations.nn_ops import FlashAttentionScore
 
+from sporeloom.models.cells import HeadCopier
 from sporeloom.models.config import ModelConfig
 
 NO_MASK_COMPRESSION = 0  # sparse_mode: the mask marks each pair of query and key that counts
@@ -35,12 +36,9 @@ def has_flash(net: nn.Cell) -> bool:
     return any(isinstance(cell, FlashAttention) for _, cell in net.cells_and_names())
 
 
-class FlashAttention(nn.Cell):
+class FlashAttention(nn.Cell, HeadCopier):
     """Softmax(Q K^T / sqrt(head_dim)) V of q (B, H, T, D/H) and k, v (B, KV, keys, D/H), except where `hidden`
     (B, 1, T, keys), uint8, is 1."""
-
-    repeats_heads = False
-    """Whether each query head gets its own copy of its keys and values: where ranks share such a head."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()

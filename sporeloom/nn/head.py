@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logits over the vocabulary, or a value."""
 
-from mindspore import Parameter, nn, ops
 from mindspore import dtype as mstype
-from mindspore.common.initializer import Normal, initializer
+from mindspore import nn, ops
 
 from sporeloom.models.config import ModelConfig
+from sporeloom.models.parts.spec import ParameterSpecs
 from sporeloom.nn.linear import MAX_KERNEL_ROWS
+from sporeloom.nn.parameter import declared_parameter
 
 
 class TiedHead(nn.Cell):
@@ -37,10 +38,9 @@ class TiedHead(nn.Cell):
 class Head(TiedHead):
     """Logits with a matrix of its own, (V, D)."""
 
-    def __init__(self, config: ModelConfig, dtype: mstype.Type):
+    def __init__(self, config: ModelConfig, specs: ParameterSpecs, dtype: mstype.Type):
         super().__init__(config, dtype)
-        shape = (config.vocab_size, config.hidden_size)
-        self.weight = Parameter(initializer(Normal(config.init_std), shape, mstype.float32))
+        self.weight = declared_parameter(specs["weight"])
 
     def construct(self, x, word_table, rows=None):  # (B*T, D), unused -> (B*T or len(rows), V) float32
         if rows is not None:
@@ -62,9 +62,9 @@ class HeadInput(nn.Cell):
 class ValueHead(nn.Cell):
     """One value in place of logits: the reward or value of a token."""
 
-    def __init__(self, config: ModelConfig, dtype: mstype.Type):
+    def __init__(self, specs: ParameterSpecs, dtype: mstype.Type | None):
         super().__init__()
-        self.weight = Parameter(initializer("zeros", (1, config.hidden_size), mstype.float32))
+        self.weight = declared_parameter(specs["weight"])
         self.pick, self.project, self.dtype = ops.Gather(), ops.MatMul(transpose_b=True), dtype
         self.cast = ops.Cast()
 
@@ -72,3 +72,10 @@ class ValueHead(nn.Cell):
         if rows is not None:
             x = self.pick(x, rows, 0)
         return self.project(self.cast(x, mstype.float32), self.weight)
+
+
+def build_head(config: ModelConfig, specs: ParameterSpecs, dtype: mstype.Type) -> nn.Cell:
+    """The kind of head a model has."""
+    if config.value_head:
+        return ValueHead(specs, dtype)
+    return TiedHead(config, dtype) if config.tied_embedding else Head(config, specs, dtype)

@@ -2,14 +2,15 @@
 """Hyper-connections (mHC): n residual streams side by side, (N, n*D). Source: arXiv:2512.24880; openPangu 2.0."""
 
 import numpy as np
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
-from mindspore.common.initializer import initializer
 
 from sporeloom.models.config import ModelConfig
+from sporeloom.models.parts.spec import ParameterSpecs
 from sporeloom.nn.blocks import SandwichLayer
 from sporeloom.nn.linear import Linear
 from sporeloom.nn.norm import RMSNorm
+from sporeloom.nn.parameter import declared_parameter
 
 OFFSET = 1e-6
 """Added to the gates that read and to what Sinkhorn's normalization divides."""
@@ -18,16 +19,15 @@ OFFSET = 1e-6
 class StreamReader(nn.Cell):
     """Gates of a part of a layer, and its input: sum over streams of gate * stream, (N, n*D) -> (N, D)."""
 
-    def __init__(self, config: ModelConfig, reads_only: bool = False):
+    def __init__(self, config: ModelConfig, specs: ParameterSpecs, reads_only: bool = False):
         super().__init__()
         assert config.streams is not None
         self.streams, self.size = config.streams.num_streams, config.hidden_size
         n = self.streams
         groups = np.repeat([0], [n]) if reads_only else np.repeat([0, 1, 2], [n, n, n * n])
-        self.norm = RMSNorm(n * self.size, config.layer_norm_epsilon)
-        self.gates = Linear(n * self.size, len(groups), config.init_std, mstype.float32, False)
-        self.alpha = Parameter(initializer(0.01, (int(groups[-1]) + 1,), mstype.float32))
-        self.beta = Parameter(initializer("zeros", (len(groups),), mstype.float32))
+        self.norm = RMSNorm(specs.within("norm"), config.layer_norm_epsilon)
+        self.gates = Linear(specs.within("gates"))
+        self.alpha, self.beta = declared_parameter(specs["alpha"]), declared_parameter(specs["beta"])
         self.groups = Tensor(groups.astype(np.int32))
         self.alpha_of, self.scale, self.shift = ops.Gather(), ops.Mul(), ops.Add()
         self.cut, self.sigmoid, self.offset = ops.StridedSlice(), ops.Sigmoid(), ops.Add()
@@ -80,15 +80,15 @@ class StreamWriter(nn.Cell):
 class StreamLayer(SandwichLayer):
     """Attention and MLP, each between two norms, that read and write streams (B*T, n*D)."""
 
-    def __init__(self, config: ModelConfig, dtype: mstype.Type, layer: int):
-        super().__init__(config, dtype, layer)
-        assert config.streams is not None
-        self.attention_streams, self.mlp_streams = StreamReader(config), StreamReader(config)
+    def __init__(self, config: ModelConfig, specs: ParameterSpecs, dtype: mstype.Type, layer: int):
+        super().__init__(config, specs, dtype, layer)
+        self.attention_streams = StreamReader(config, specs.within("attention_streams"))
+        self.mlp_streams = StreamReader(config, specs.within("mlp_streams"))
         self.attention_write, self.mlp_write = StreamWriter(config), StreamWriter(config)
-        self.has_block_norm = layer in config.streams.norm_layers
+        of_norm = specs.within("block_norm")
+        self.has_block_norm = bool(of_norm)
         if self.has_block_norm:
-            size = config.streams.num_streams * config.hidden_size
-            self.block_norm = RMSNorm(size, config.layer_norm_epsilon, dtype)
+            self.block_norm = RMSNorm(of_norm, config.layer_norm_epsilon, dtype)
 
     def whole(
         self, x, bias, angles=None, slots=None, dropout_keys=None, tokens=None, shares=None, losses=None, groups=None

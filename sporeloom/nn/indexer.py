@@ -5,6 +5,7 @@ from mindspore import dtype as mstype
 from mindspore import nn, ops
 
 from sporeloom.models.config import ModelConfig
+from sporeloom.models.parts.spec import ParameterSpecs
 from sporeloom.nn.cache import KeyCache
 from sporeloom.nn.linear import Linear
 from sporeloom.nn.norm import RMSNorm
@@ -19,10 +20,10 @@ FAR = 10000.0
 class Indexer(nn.Cell):
     """Mask of the `top_k` visible tokens with the highest sum over heads of weight * relu(q k^T). No gradient passes."""
 
-    def __init__(self, config: ModelConfig, dtype: mstype.Type):
+    def __init__(self, config: ModelConfig, specs: ParameterSpecs, dtype: mstype.Type):
         super().__init__()
-        latent, indexer, std = config.latent, config.indexer, config.qkv_init_std
-        assert latent is not None and indexer is not None and latent.query_width is not None
+        latent, indexer = config.latent, config.indexer
+        assert latent is not None and indexer is not None
         self.heads, self.width, self.top_k, self.rope = (
             indexer.num_heads,
             indexer.head_dim,
@@ -31,10 +32,9 @@ class Indexer(nn.Cell):
         )
         self.num_sinks, self.join_sinks, self.empty = latent.num_sinks, ops.Concat(-1), ops.ZerosLike()
         self.is_cached, self.dtype = False, dtype
-        self.query = Linear(latent.query_width, self.heads * self.width, std, dtype, False)
-        self.key = Linear(config.hidden_size, self.width, std, dtype, False)
-        self.key_norm = RMSNorm(self.width, indexer.norm_epsilon, dtype)
-        self.weights = Linear(config.hidden_size, self.heads, std, dtype, False)
+        self.query, self.key = Linear(specs.within("query"), dtype), Linear(specs.within("key"), dtype)
+        self.key_norm = RMSNorm(specs.within("key_norm"), indexer.norm_epsilon, dtype)
+        self.weights = Linear(specs.within("weights"), dtype)
         self.query_rotary, self.key_rotary = Rotary(config, dtype), Rotary(config, dtype)
         self.query_rotary.adjacent = self.key_rotary.adjacent = False
         self.reshape, self.cut, self.join, self.transpose = (

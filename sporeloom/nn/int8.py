@@ -23,8 +23,6 @@ def _scale(shape):
 class Int8Linear(AdaptedProduct):
     """y = (x W^T) * scale + b, with W (out, in) in int8, scale (out,)."""
 
-    has_kernel = False
-
     def __init__(self, linear: Linear):
         super().__init__()
         self.matrix_shape = tuple(linear.weight.shape)

@@ -7,18 +7,20 @@ V of its values.
 
 import math
 
-from mindspore import Parameter, nn, ops
 from mindspore import dtype as mstype
-from mindspore.common.initializer import Normal, initializer
+from mindspore import nn, ops
 
 from sporeloom.core.errors import ConfigError
 from sporeloom.models.config import ModelConfig
+from sporeloom.models.parts.spec import ParameterSpecs
 from sporeloom.nn.cache import KVCache, NoCache
 from sporeloom.nn.causal_conv import CausalConv
 from sporeloom.nn.dropout import AttentionDropout, Dropout
 from sporeloom.nn.indexer import Indexer
+from sporeloom.nn.int8 import Int8Linear
 from sporeloom.nn.linear import Linear
 from sporeloom.nn.norm import RMSNorm
+from sporeloom.nn.parameter import declared_parameter
 from sporeloom.nn.rotary import Rotary
 
 
@@ -31,41 +33,41 @@ class LatentAttention(nn.Cell):
 
     num_kv_heads = 1
     """Heads of the cache."""
+    has_kernel = False
+    """There is no kernel of it."""
 
-    def __init__(self, config: ModelConfig, dtype: mstype.Type, layer: int = 0):
+    def __init__(self, config: ModelConfig, specs: ParameterSpecs, dtype: mstype.Type):
         super().__init__()
-        latent, d, std = config.latent, config.hidden_size, config.qkv_init_std
+        latent = config.latent
         assert latent is not None
         self.num_heads, self.width, self.dtype = config.num_heads, latent.kv_width, dtype
         self.nope, self.rope, self.value_dim = latent.nope_dim, latent.rope_dim, latent.value_dim
-        query_width = latent.query_width
-        self.has_query_latent = query_width is not None
-        query_size = config.num_heads * latent.head_size
-        if query_width is not None:
-            self.query_down = Linear(d, query_width, std, dtype, config.qkv_bias)
-            self.query_norm = RMSNorm(query_width, latent.norm_epsilon, dtype)
-            self.query_up = Linear(query_width, query_size, std, dtype, False)
+        self.has_query_latent = latent.query_width is not None
+        if self.has_query_latent:
+            self.query_down = Linear(specs.within("query_down"), dtype)
+            self.query_norm = RMSNorm(specs.within("query_norm"), latent.norm_epsilon, dtype)
+            self.query_up = Linear(specs.within("query_up"), dtype)
         else:
-            self.query = Linear(d, query_size, std, dtype, False)
-        self.kv_down = Linear(d, latent.kv_width + latent.rope_dim, std, dtype, config.qkv_bias)
-        self.kv_norm = RMSNorm(latent.kv_width, latent.norm_epsilon, dtype)
-        self.kv_up = Linear(latent.kv_width, config.num_heads * latent.key_value_size, std, dtype, False)
-        self.output = Linear(config.num_heads * latent.value_dim, d, config.output_std, dtype, config.output_bias)
+            self.query = Linear(specs.within("query"), dtype)
+        self.kv_down = Linear(specs.within("kv_down"), dtype)
+        self.kv_norm = RMSNorm(specs.within("kv_norm"), latent.norm_epsilon, dtype)
+        self.kv_up = Linear(specs.within("kv_up"), dtype)
+        self.output = Linear(specs.within("output"), dtype)
         self.has_conv, self.num_sinks = latent.conv_width > 0, latent.num_sinks
         if self.has_conv:
-            self.query_conv = CausalConv(query_width or d, latent.conv_width, config.init_std, dtype)
-            self.kv_conv = CausalConv(latent.kv_width, latent.conv_width, config.init_std, dtype)
-            sizes = config.num_heads * latent.value_dim, latent.conv_width
-            self.output_conv = CausalConv(*sizes, config.init_std, dtype)
+            self.query_conv = CausalConv(specs.within("query_conv"), dtype)
+            self.kv_conv = CausalConv(specs.within("kv_conv"), dtype)
+            self.output_conv = CausalConv(specs.within("output_conv"), dtype)
         if self.num_sinks:
-            self.sink_latents = Parameter(initializer(Normal(std), (latent.num_sinks, latent.kv_width), mstype.float32))
-            self.sink_keys = Parameter(initializer(Normal(std), (latent.num_sinks, latent.rope_dim), mstype.float32))
+            self.sink_latents = declared_parameter(specs["sink_latents"])
+            self.sink_keys = declared_parameter(specs["sink_keys"])
             self.first_key, self.nothing, self.sink_rows = ops.StridedSlice(), ops.ZerosLike(), ops.Add()
             self.shared_sinks, self.flat_sinks, self.sink_cast = ops.Add(), ops.Reshape(), ops.Cast()
             self.join_keys, self.join_values, self.join_shared = ops.Concat(2), ops.Concat(2), ops.Concat(2)
-        self.has_indexer = config.has_indexer(layer)
+        of_indexer = specs.within("indexer")
+        self.has_indexer = bool(of_indexer)
         if self.has_indexer:
-            self.indexer = Indexer(config, dtype)
+            self.indexer = Indexer(config, of_indexer, dtype)
         scaling = config.rope_scaling
         self.factor = (scaling.of_latent_scores if scaling else 1.0) / math.sqrt(latent.head_size)
         self.query_rotary, self.key_rotary = Rotary(config, dtype), Rotary(config, dtype)
@@ -91,7 +93,7 @@ class LatentAttention(nn.Cell):
         Raises:
             ConfigError: an adapter of `kv_up`, which cannot be absorbed.
         """
-        if getattr(self.kv_up, "weight", None) is None or self.kv_up.has_adapters:
+        if not isinstance(self.kv_up, Linear | Int8Linear) or self.kv_up.has_adapters:
             raise ConfigError(
                 "an adapter of attention.kv_up is not decoded with a cache of latents; merge it into the weights, or "
                 "decode without a cache"

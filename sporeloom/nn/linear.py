@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrix product, with a bias or without."""
 
-from mindspore import Parameter, ops
 from mindspore import dtype as mstype
-from mindspore.common.initializer import Normal, initializer
+from mindspore import ops
 
+from sporeloom.models.parts.spec import ParameterSpecs
 from sporeloom.nn.multi_lora import AdaptedProduct
+from sporeloom.nn.parameter import declared_parameter
 
 MAX_KERNEL_ROWS = 256
 """Maximum number of rows for a compiled kernel, where there is one (`sporeloom.inference.kernels`)."""
@@ -14,23 +15,14 @@ MAX_KERNEL_ROWS = 256
 class Linear(AdaptedProduct):
     """y = x W^T + b, with W (out, in) and b (out,) in float32, computed in `dtype`."""
 
-    has_kernel = False
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        init_std: float,
-        dtype: mstype.Type = mstype.float32,
-        bias: bool = True,
-    ):
+    def __init__(self, specs: ParameterSpecs, dtype: mstype.Type = mstype.float32):
         super().__init__()
-        self.matrix_shape = (out_features, in_features)
-        self.weight = Parameter(initializer(Normal(init_std), self.matrix_shape, mstype.float32))
-        self.dtype, self.has_bias = dtype, bias
+        self.matrix_shape = specs["weight"].shape
+        self.weight = declared_parameter(specs["weight"])
+        self.dtype, self.has_bias = dtype, "bias" in specs
         self.matmul, self.cast = ops.MatMul(transpose_b=True), ops.Cast()
-        if bias:
-            self.bias = Parameter(initializer("zeros", (out_features,), mstype.float32))
+        if self.has_bias:
+            self.bias = declared_parameter(specs["bias"])
             self.bias_add = ops.Add()
 
     def construct(self, x, adapter_ids=None):  # (N, in) -> (N, out)

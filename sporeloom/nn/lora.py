@@ -1,34 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Low-rank adapters of frozen matrices."""
 
-import math
-
-from mindspore import Parameter, nn, ops
-from mindspore import dtype as mstype
-from mindspore.common.initializer import Uniform, initializer
+from mindspore import nn, ops
 
 from sporeloom.models.adapters import LoRAConfig
+from sporeloom.models.parts.spec import ParameterSpecs
 from sporeloom.nn.dropout import Dropout, number_dropouts
 from sporeloom.nn.linear import Linear
+from sporeloom.nn.parameter import declared_parameter
 from sporeloom.nn.replace import replace_cell
 
 
 class LoRALinear(nn.Cell):
     """y = x W^T + scale * (x A^T) B^T + b, with A (r, in) and B (out, r) in float32; W and b are those of the
     given part.
-
-    A begins as PEFT's, uniform within 1 / sqrt(in), B as 0: at first nothing changes.
     """
 
-    def __init__(self, base: Linear, r: int, scale: float, dropout_rate: float = 0.0):
+    has_kernel = False
+    """There is no kernel of it."""
+
+    def __init__(self, base: Linear, specs: ParameterSpecs, scale: float, dropout_rate: float = 0.0):
         super().__init__()
-        outer, inner = base.weight.shape
         self.weight, self.dtype, self.has_bias = base.weight, base.dtype, base.has_bias
         self.matmul, self.cast = ops.MatMul(transpose_b=True), ops.Cast()
         if self.has_bias:
             self.bias, self.bias_add = base.bias, ops.Add()
-        self.lora_a = Parameter(initializer(Uniform(1 / math.sqrt(inner)), (r, inner), mstype.float32))
-        self.lora_b = Parameter(initializer("zeros", (outer, r), mstype.float32))
+        self.lora_a, self.lora_b = declared_parameter(specs["lora_a"]), declared_parameter(specs["lora_b"])
         self.lora_dropout = Dropout(dropout_rate)
         self.lora_down, self.lora_up = ops.MatMul(transpose_b=True), ops.MatMul(transpose_b=True)
         self.lora_scale, self.lora_add, self.scale = ops.Mul(), ops.Add(), scale
@@ -47,7 +44,7 @@ def attach_adapters(model: nn.Cell, lora: LoRAConfig) -> None:
         parameter.requires_grad = False
     if model.config.value_head:
         model.head.weight.requires_grad = True
-    cells = dict(model.cells_and_names())
+    cells, specs = dict(model.cells_and_names()), ParameterSpecs.of(lora.specs(model.config))
     for path in lora.targets(model.config):
-        replace_cell(model, path, LoRALinear(cells[path], lora.r_of(path), lora.scale(path), lora.lora_dropout))
+        replace_cell(model, path, LoRALinear(cells[path], specs.within(path), lora.scale(path), lora.lora_dropout))
     number_dropouts(model)

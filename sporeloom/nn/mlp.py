@@ -7,6 +7,7 @@ from mindspore import dtype as mstype
 from mindspore import nn, ops
 
 from sporeloom.models.config import ModelConfig
+from sporeloom.models.parts.spec import ParameterSpecs
 from sporeloom.nn.dropout import Dropout
 from sporeloom.nn.linear import Linear
 
@@ -60,14 +61,13 @@ ACTIVATIONS = {"gelu": ErfGelu, "gelu_tanh": TanhGelu, "fast_gelu": FastGelu, "s
 
 
 class MLP(nn.Cell):
-    """down(activation(up(x))), `width` features wide, or as the configuration says."""
+    """down(activation(up(x)))."""
 
-    def __init__(self, config: ModelConfig, dtype: mstype.Type, width: int | None = None):
+    def __init__(self, config: ModelConfig, specs: ParameterSpecs, dtype: mstype.Type):
         super().__init__()
-        d, ffn, bias = config.hidden_size, width or config.ffn_size, config.mlp_bias
-        self.up = Linear(d, ffn, config.init_std, dtype, bias)
+        self.up = Linear(specs.within("up"), dtype)
         self.activation = ACTIVATIONS[config.activation]()
-        self.down = Linear(ffn, d, config.output_std, dtype, bias)
+        self.down = Linear(specs.within("down"), dtype)
         self.dropout = Dropout(config.dropout_rate)
 
     def construct(self, x, dropout_keys=None):  # (N, D) -> (N, D)
@@ -80,9 +80,9 @@ class MLP(nn.Cell):
 class GatedMLP(MLP):
     """down(activation(gate(x)) * up(x)). Source: arXiv:2002.05202."""
 
-    def __init__(self, config: ModelConfig, dtype: mstype.Type, width: int | None = None):
-        super().__init__(config, dtype, width)
-        self.gate = Linear(config.hidden_size, width or config.ffn_size, config.init_std, dtype, config.mlp_bias)
+    def __init__(self, config: ModelConfig, specs: ParameterSpecs, dtype: mstype.Type):
+        super().__init__(config, specs, dtype)
+        self.gate = Linear(specs.within("gate"), dtype)
         self.gate_mul = ops.Mul()
 
     def construct(self, x, dropout_keys=None):  # (N, D) -> (N, D)
@@ -91,3 +91,8 @@ class GatedMLP(MLP):
 
     def operands(self):
         return self.up.operands() + self.gate.operands() + self.down.operands()
+
+
+def build_mlp(config: ModelConfig, specs: ParameterSpecs, dtype: mstype.Type) -> MLP:
+    """The kind of MLP a model has."""
+    return (GatedMLP if config.gated_mlp else MLP)(config, specs, dtype)

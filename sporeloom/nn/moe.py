@@ -12,12 +12,14 @@ second ones), arXiv:2202.08906 (router z-loss), arXiv:2505.21411 (MoGE: grouped 
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore import dtype as mstype
-from mindspore.common.initializer import Normal, initializer
 
+from sporeloom.models.cells import CountingCell
 from sporeloom.models.config import ModelConfig
+from sporeloom.models.parts.spec import ParameterSpecs
 from sporeloom.nn.dispatch import CombineWeights, DispatchIndices
 from sporeloom.nn.dropout import Dropout
-from sporeloom.nn.mlp import ACTIVATIONS, MLP, GatedMLP
+from sporeloom.nn.mlp import ACTIVATIONS, build_mlp
+from sporeloom.nn.parameter import declared_parameter
 from sporeloom.nn.router_losses import LoadCounter, RouterLosses
 from sporeloom.nn.routing import HashRouter, Router, TopKRouter
 
@@ -35,14 +37,13 @@ def _numbers_alike(count, number):
 class ExpertLinear(nn.Cell):
     """y = x W^T + b for each expert: (E, R, in) -> (E, R, out), with W (E, out, in) and b (E, 1, out)."""
 
-    def __init__(self, config: ModelConfig, in_features: int, out_features: int, std: float, dtype: mstype.Type):
+    def __init__(self, specs: ParameterSpecs, dtype: mstype.Type):
         super().__init__()
-        experts = config.mixture.num_experts
-        self.weight = Parameter(initializer(Normal(std), (experts, out_features, in_features), mstype.float32))
+        self.weight = declared_parameter(specs["weight"])
         self.matmul, self.cast, self.dtype = ops.BatchMatMul(transpose_b=True), ops.Cast(), dtype
-        self.has_bias = config.mlp_bias
+        self.has_bias = "bias" in specs
         if self.has_bias:
-            self.bias = Parameter(initializer("zeros", (experts, 1, out_features), mstype.float32))
+            self.bias = declared_parameter(specs["bias"])
             self.bias_add = ops.Add()
 
     def construct(self, x):
@@ -55,16 +56,15 @@ class ExpertLinear(nn.Cell):
 class ExpertMLPs(nn.Cell):
     """The MLP of each expert on its own rows, (E, R, D) -> (E, R, D)."""
 
-    def __init__(self, config: ModelConfig, dtype: mstype.Type):
+    def __init__(self, config: ModelConfig, specs: ParameterSpecs, dtype: mstype.Type):
         super().__init__()
-        d, ffn = config.hidden_size, config.expert_size
-        self.up = ExpertLinear(config, d, ffn, config.init_std, dtype)
+        self.up = ExpertLinear(specs.within("up"), dtype)
         self.is_gated = config.gated_mlp
         if self.is_gated:
-            self.gate = ExpertLinear(config, d, ffn, config.init_std, dtype)
+            self.gate = ExpertLinear(specs.within("gate"), dtype)
             self.gate_mul = ops.Mul()
         self.activation = ACTIVATIONS[config.activation]()
-        self.down = ExpertLinear(config, ffn, d, config.output_std, dtype)
+        self.down = ExpertLinear(specs.within("down"), dtype)
 
     def construct(self, x):
         y = self.activation(self.gate(x) if self.is_gated else self.up(x))
@@ -73,7 +73,7 @@ class ExpertMLPs(nn.Cell):
         return self.down(y)
 
 
-class MoE(nn.Cell):
+class MoE(nn.Cell, CountingCell):
     """Each token's k experts, weighted, and the shared one: (N, D) -> (N, D).
 
     With `shares`, where a model learns from plain text, also the losses of the router, (1,) (see `RouterLosses`), and while
@@ -82,7 +82,7 @@ class MoE(nn.Cell):
     `TokenGroups` gives; without it there is no padding.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, dtype: mstype.Type):
+    def __init__(self, config: ModelConfig, specs: ParameterSpecs, dtype: mstype.Type, layer: int):
         super().__init__()
         experts = config.mixture
         self.config, self.settings, self.dtype, self.hidden_size = config, experts, dtype, config.hidden_size
@@ -92,21 +92,22 @@ class MoE(nn.Cell):
         if self.is_hashed:
             self.hash = HashRouter(config, layer)
         else:
-            self.router, self.choices = Router(config), TopKRouter(config)
-            self.losses, self.weights = RouterLosses(config), CombineWeights(config)
+            self.router = Router(config, specs.within("router"))
+            self.choices = TopKRouter(config, specs.within("choices"))
+            self.losses, self.weights = RouterLosses(config), CombineWeights(config, specs.within("weights"))
         self.places = DispatchIndices(config)
         self.expand_tokens, self.each_choice, self.in_order = ops.ExpandDims(), ops.Mul(), ops.Reshape()
         self.by_group, self.probs_by_group = ops.Reshape(), ops.Reshape()
         self.dispatch, self.split = ops.Gather(1), ops.Reshape()
         self.to_experts, self.rows = ops.Transpose(), ops.Reshape()
-        self.experts = ExpertMLPs(config, dtype)
+        self.experts = ExpertMLPs(config, specs.within("experts"), dtype)
         self.unrows, self.from_experts, self.merge = ops.Reshape(), ops.Transpose(), ops.Reshape()
         self.first_place, self.clip, self.slot = ops.Mul(), ops.Minimum(), ops.Add()
         self.collect, self.to_weight, self.expand = ops.Gather(1), ops.Cast(), ops.ExpandDims()
         self.to_dtype, self.weigh, self.by_choice, self.add_up = ops.Cast(), ops.Mul(), ops.Reshape(), ops.ReduceSum()
         self.output = ops.Reshape()
         if self.has_shared:
-            self.shared = (GatedMLP if config.gated_mlp else MLP)(config, dtype, experts.shared_ffn_hidden_size)
+            self.shared = build_mlp(config, specs.within("shared"), dtype)
             self.shared.dropout = Dropout(0.0)  # of the sum there is one
             self.shared_add = ops.Add()
         self.dropout = Dropout(config.dropout_rate)

@@ -7,6 +7,7 @@ from mindspore import dtype as mstype
 from mindspore import nn, ops
 
 from sporeloom.models.config import ModelConfig
+from sporeloom.models.parts.spec import ParameterSpecs
 from sporeloom.nn.blocks import BLOCKS
 from sporeloom.nn.linear import Linear
 from sporeloom.nn.norm import build_norm
@@ -16,13 +17,13 @@ class MTPLayer(nn.Cell):
     """A layer on project([norm(embedding of a later token); norm(h)]), where h (B*T, D) is the last layer's output or that of
     the depth before, or what the head reads of it. `head_norm` of its output goes to the model's head."""
 
-    def __init__(self, config: ModelConfig, dtype: mstype.Type, depth: int):
+    def __init__(self, config: ModelConfig, specs: ParameterSpecs, dtype: mstype.Type, depth: int):
         super().__init__()
-        d = config.hidden_size
-        self.embedding_norm, self.hidden_norm = build_norm(config, dtype), build_norm(config, dtype)
-        self.both, self.project = ops.Concat(1), Linear(2 * d, d, config.init_std, dtype, False)
-        self.layer = BLOCKS[config.block](config, dtype, config.num_layers + depth)
-        self.head_norm = build_norm(config, dtype)
+        self.embedding_norm = build_norm(config, specs.within("embedding_norm"), dtype)
+        self.hidden_norm = build_norm(config, specs.within("hidden_norm"), dtype)
+        self.both, self.project = ops.Concat(1), Linear(specs.within("project"), dtype)
+        self.layer = BLOCKS[config.block](config, specs.within("layer"), dtype, config.num_layers + depth)
+        self.head_norm = build_norm(config, specs.within("head_norm"), dtype)
         self.has_experts = config.experts is not None
 
     def construct(self, x, embedded, bias, angles, tokens, shares=None, losses=None, groups=None):

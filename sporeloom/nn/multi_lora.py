@@ -17,6 +17,8 @@ class AdaptedProduct(nn.Cell):
     """
 
     has_adapters = False
+    has_kernel = False
+    """Whether few rows go through a compiled kernel (`sporeloom.inference.kernels`)."""
 
     def attach_adapters(self, widths: Sequence[int]) -> None:
         """Allocate one adapter of each of these widths (r); 0 for adapters that do not change this matrix."""

@@ -1,29 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Norms over the last dimension, computed in float32 whatever the input's dtype is."""
 
-from mindspore import Parameter, Tensor, nn, ops
+import numpy as np
+from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
-from mindspore.common.initializer import initializer
 
 from sporeloom.models.config import ModelConfig
+from sporeloom.models.parts.spec import ParameterSpecs
+from sporeloom.nn.parameter import declared_parameter
 
 
 class LayerNorm(nn.Cell):
     """(x - mean) / sqrt(variance + epsilon) * weight + bias, with the biased variance."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        epsilon: float,
-        dtype: mstype.Type = mstype.float32,
-        bias: bool = True,
-        gain: float = 1.0,
-    ):
+    def __init__(self, specs: ParameterSpecs, epsilon: float, dtype: mstype.Type = mstype.float32):
         super().__init__()
-        self.weight = Parameter(initializer(gain, (hidden_size,), mstype.float32))
-        zeros = initializer("zeros", (hidden_size,), mstype.float32)
-        self.bias = Parameter(zeros) if bias else Tensor(zeros.init_data())
-        self.dtype, self.has_bias = dtype, bias
+        self.dtype, self.has_bias = dtype, "bias" in specs
+        self.weight = declared_parameter(specs["weight"])
+        zeros = np.zeros(specs["weight"].shape, np.float32)
+        self.bias = declared_parameter(specs["bias"]) if self.has_bias else Tensor(zeros)
         self.layer_norm = ops.LayerNorm(begin_norm_axis=-1, begin_params_axis=-1, epsilon=epsilon)
         self.cast = ops.Cast()
 
@@ -38,9 +33,9 @@ class LayerNorm(nn.Cell):
 class RMSNorm(nn.Cell):
     """x / sqrt(mean(x^2) + epsilon) * weight. Source: arXiv:1910.07467."""
 
-    def __init__(self, hidden_size: int, epsilon: float, dtype: mstype.Type = mstype.float32, gain: float = 1.0):
+    def __init__(self, specs: ParameterSpecs, epsilon: float, dtype: mstype.Type = mstype.float32):
         super().__init__()
-        self.weight = Parameter(initializer(gain, (hidden_size,), mstype.float32))
+        self.weight = declared_parameter(specs["weight"])
         self.epsilon, self.dtype = epsilon, dtype
         self.rms_square, self.rms_mean, self.rms_shift = ops.Square(), ops.ReduceMean(keep_dims=True), ops.Add()
         self.rms_rsqrt, self.rms_normalize, self.rms_weigh, self.cast = ops.Rsqrt(), ops.Mul(), ops.Mul(), ops.Cast()
@@ -54,9 +49,6 @@ class RMSNorm(nn.Cell):
         return (self.weight,)
 
 
-def build_norm(config: ModelConfig, dtype: mstype.Type, gain: float = 1.0) -> nn.Cell:
-    """The kind of norm a model has, its weight set to `gain`."""
-    size, epsilon = config.hidden_size, config.layer_norm_epsilon
-    if config.norm == "rms":
-        return RMSNorm(size, epsilon, dtype, gain)
-    return LayerNorm(size, epsilon, dtype, config.norm_bias, gain)
+def build_norm(config: ModelConfig, specs: ParameterSpecs, dtype: mstype.Type) -> nn.Cell:
+    """The kind of norm a model has."""
+    return (RMSNorm if config.norm == "rms" else LayerNorm)(specs, config.layer_norm_epsilon, dtype)

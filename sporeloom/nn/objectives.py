@@ -13,11 +13,12 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore import dtype as mstype
 
+from sporeloom.models.cells import CountingCell
 from sporeloom.nn.counter import Counter
 from sporeloom.nn.loss import TokenLosses
 
 
-class Objective(nn.Cell):
+class Objective(nn.Cell, CountingCell):
     """Base of all objectives: a mask from the weights, and metrics.
 
     Subclasses have `of(values, weights, *more)`, the loss and its numbers. While it does not train an objective gives the

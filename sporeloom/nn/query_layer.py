@@ -3,9 +3,9 @@
 
 from mindspore import dtype as mstype
 from mindspore import nn, ops
-from mindspore.common.initializer import TruncatedNormal
 
 from sporeloom.models.config import ModelConfig
+from sporeloom.models.parts.spec import ParameterSpecs
 from sporeloom.nn.blocks import DecoderLayer
 from sporeloom.nn.decoder import Decoder
 from sporeloom.nn.embedding import Embedding
@@ -23,9 +23,9 @@ class QueryLayer(DecoderLayer):
 class QueryEmbedding(nn.Cell):
     """The learned query of each position, as rows next to the residual stream."""
 
-    def __init__(self, config: ModelConfig, dtype: mstype.Type):
+    def __init__(self, config: ModelConfig, specs: ParameterSpecs, dtype: mstype.Type):
         super().__init__()
-        self.table = Embedding(config.seq_len, config.hidden_size, TruncatedNormal(config.embedding_init_std))
+        self.table = Embedding(specs.within("table"))
         self.hidden_size, self.dtype = config.hidden_size, dtype
         self.cast, self.reshape = ops.Cast(), ops.Reshape()
 
@@ -36,9 +36,9 @@ class QueryEmbedding(nn.Cell):
 class TopQueryDecoder(Decoder):
     """A decoder that ends in a top query layer."""
 
-    def build_top(self, config, dtype):
-        self.query_embedding = QueryEmbedding(config, dtype)
-        self.query_layer = QueryLayer(config, dtype, config.num_layers - 1)
+    def build_top(self, config, specs, dtype):
+        self.query_embedding = QueryEmbedding(config, specs.within("query_embedding"), dtype)
+        self.query_layer = QueryLayer(config, specs.within("query_layer"), dtype, config.num_layers - 1)
         self.norm_first = config.final_norm == "before_query"
 
     def top(self, x, positions, bias, slots, dropout_keys):

@@ -5,11 +5,12 @@ Shapes: see `sporeloom.nn.moe`.
 """
 
 import numpy as np
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
-from mindspore.common.initializer import Normal, initializer
 
 from sporeloom.models.config import NO_LABEL, ModelConfig
+from sporeloom.models.parts.spec import ParameterSpecs
+from sporeloom.nn.parameter import declared_parameter
 
 OUT_OF_GROUP = 1e9
 """Subtracted from the probabilities of experts that groups exclude."""
@@ -62,10 +63,9 @@ class TokenGroups(nn.Cell):
 class Router(nn.Cell):
     """Probability of each expert, (N, E) in float32, and the logits behind them."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, specs: ParameterSpecs):
         super().__init__()
-        shape = (config.mixture.num_experts, config.hidden_size)
-        self.weight = Parameter(initializer(Normal(config.init_std), shape, mstype.float32))
+        self.weight = declared_parameter(specs["weight"])
         self.cast, self.matmul = ops.Cast(), ops.MatMul(transpose_b=True)
         self.activation = ops.Sigmoid() if config.mixture.router == "sigmoid" else ops.Softmax(-1)
 
@@ -77,15 +77,15 @@ class Router(nn.Cell):
 class TopKRouter(nn.Cell):
     """Choose k experts for each token: (G, L, E) -> (G, L, k) int32, the first choice first."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, specs: ParameterSpecs):
         super().__init__()
         experts = config.mixture
         self.experts, self.chosen = experts.num_experts, experts.experts_per_token
         self.grouped = experts.router == "grouped"
-        self.has_bias = experts.has_bias
+        self.has_bias = "balance_bias" in specs
         if self.has_bias:
-            zeros = initializer("zeros", (experts.num_experts,), mstype.float32)
-            self.balance_bias = Parameter(zeros, requires_grad=False, parallel_optimizer=False)
+            settings = {"requires_grad": False, "parallel_optimizer": False}
+            self.balance_bias = declared_parameter(specs["balance_bias"], **settings)
             self.add_bias = ops.Add()
         self.groups, self.kept_groups = experts.num_groups, experts.groups_per_token
         if self.groups > self.kept_groups:

@@ -88,7 +88,9 @@ class Call(nn.Cell):
         for number, parameter in enumerate(parameters):
             setattr(self, f"parameter_{number}", parameter)
         self.called, self.number = called, next(_serial)
-        self.parallel_report, self.takes_batch = report, report is None
+        self.parallel_report = report
+        self.takes_batch = report is None
+        """Whether its inputs are batches, whose rows data parallelism shards."""
         self.call = call
         self.nothing = Tensor(np.zeros((), np.float32))
         self.structure = None

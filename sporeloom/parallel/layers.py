@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from mindspore import nn
 
+from sporeloom.models.cells import PartlyForwardCell
 from sporeloom.models.paths import path_matches
 
 
@@ -20,7 +21,8 @@ def layers_of(net: nn.Cell, patterns: Sequence[str]) -> list[str]:
     """Paths of the layers: the Cells that match, or without patterns the items of the list of Cells (`nn.CellList`,
     `nn.SequentialCell`) that has the most parameters; without such a list the Cells that the network consists of."""
     if patterns:
-        aside = tuple(f"{path}." for path in getattr(net, "without_backward", ()))
+        forward = net.without_backward if isinstance(net, PartlyForwardCell) else ()
+        aside = tuple(f"{path}." for path in forward)
         return [path for path in matching_cells(net, patterns) if not path.startswith(aside)]
     lists = [
         (path, cell)

@@ -10,6 +10,7 @@ from mindspore import nn
 
 from sporeloom.core.errors import ConfigError
 from sporeloom.mindspore_compat.names import NO_PARTITIONER, GradAccumulation, MicroBatchInterleaved, numpy_type
+from sporeloom.models.cells import FlashCell, HeadCopier, TyingCell
 from sporeloom.models.paths import path_matches
 from sporeloom.parallel.layers import layers_of, matching_cells
 from sporeloom.parallel.operators import Operator, operators, parameter_uses
@@ -51,9 +52,9 @@ def parallelize(net: nn.Cell, strategy: Strategy, whole: bool = True) -> Report:
     found = operators(net)
     rules = match_rules(found, parameter_uses(found), strategy.rules.operators, resolved)
     for _, cell in net.cells_and_names():
-        if hasattr(cell, "repeats_heads"):
+        if isinstance(cell, HeadCopier):
             cell.repeats_heads = bool(group_parts)
-        if hasattr(cell, "flash_on_cpu"):
+        if isinstance(cell, FlashCell):
             cell.flash_on_cpu = shards_itself(strategy)
     wants_layers = strategy.rules.layers or strategy.mesh.pp > 1 or strategy.recompute or strategy.offload
     layers = layers_of(net, strategy.rules.layers) if wants_layers else []
@@ -105,7 +106,8 @@ def _recompute_and_offload(
 def _exclude_from_optimizer_parallel(net: nn.Cell, strategy: Strategy) -> list[str]:
     """Keep scalars, which crash MindSpore when it shards them, and tied parameters whole. Returns the names of the latter,
     which MindSpore's pipelines send from stage to stage."""
-    ties, tied = all(getattr(cell, "tied_embedding", True) for _, cell in net.cells_and_names()), []
+    models = [cell for _, cell in net.cells_and_names() if isinstance(cell, TyingCell)]
+    ties, tied = all(model.tied_embedding for model in models), list[str]()
     for parameter in net.get_parameters():
         is_tied = ties and any(path_matches(pattern, parameter.name) for pattern in strategy.rules.tied)
         is_sent = is_tied and strategy.stage_of_loss > 0 and not shards_itself(strategy)

@@ -7,6 +7,8 @@ import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore import dtype as mstype
 
+from sporeloom.models.cells import CountingCell
+
 square_sum = ops.MultitypeFuncGraph("square_sum")
 _scale = ops.MultitypeFuncGraph("scale")
 _add, _assign_sub = ops.Add(), ops.AssignSub()
@@ -115,8 +117,8 @@ class TrainStep(nn.Cell):
 
     def attach_counters(self, rank):
         """Enable the counters of a network: each counts a part of the global batch, on the ranks of its stage."""
-        counting = [(path, c) for path, c in self.network.cells_and_names() if hasattr(c, "attach_counter")]
-        objectives = [entry for entry in counting if hasattr(entry[1], "metrics")]
+        counting = [(path, c) for path, c in self.network.cells_and_names() if isinstance(c, CountingCell)]
+        objectives = [entry for entry in counting if entry[1].metrics is not None]
         counting = objectives[:1] or counting  # the outermost; it has no router losses
         counters = [cell.attach_counter(f"counter.{i}") for i, (_, cell) in enumerate(counting)]
         mesh = self.report.compiled_mesh
@@ -135,7 +137,7 @@ class TrainStep(nn.Cell):
         self.ones = Tensor(np.ones(sum(self.count_lengths)), mstype.float32)
         self.places = tuple(Tensor(rows, mstype.float32) for rows in places)
         self.count_shares = tuple(float(own or mesh.pp == 1) / mesh.stage_size for own in held)
-        balancing = [cell for _, cell in counting if getattr(cell, "balance_rate", 0)]
+        balancing = [cell for _, cell in counting if cell.balance_rate]
         self.balanced = [cell.choices for cell in balancing]
         self.balance_rate = balancing[0].balance_rate if balancing else 0.0
         self.biases = ParameterTuple([cell.balance_bias for cell in self.balanced])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -161,12 +162,10 @@ class _Reader:
         cell = "" if is_gradient else ".".join(each.rpartition("-")[0] for each in names[:-1])
         return Scope(cell, is_gradient or "duplicated" in marks, name, forward, again)
 
-    @property
+    @cached_property
     def types(self) -> dict[Name, TensorType | None]:
-        if not hasattr(self, "_types"):
-            self._types: dict[Name, TensorType | None] = {p.name: _type(p) for p in self.model.graph.parameter}
-            self._types |= {p.name: _type(p.tensor[0]) for p in self.model.graph.input}
-        return self._types
+        found: dict[Name, TensorType | None] = {p.name: _type(p) for p in self.model.graph.parameter}
+        return found | {p.name: _type(p.tensor[0]) for p in self.model.graph.input}
 
     def constant(self, proto: mind_ir.NodeProto) -> Node:
         name, attribute = proto.output[0], proto.attribute[0]

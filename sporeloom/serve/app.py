@@ -226,8 +226,8 @@ class Server:
             "max_model_len": self.job.max_model_len,
             "permission": [],
             "abilities": {
-                "chat": hasattr(model.tokenizer, "chat"),
-                "infill": hasattr(model.tokenizer, "infill"),
+                "chat": model.tokenizer.chat is not None,
+                "infill": model.tokenizer.infill is not None,
                 "languages": language_tags(self.job.family),
             },
         }

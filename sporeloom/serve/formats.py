@@ -57,7 +57,7 @@ class ChatFormat:
 PLAIN = ChatFormat()
 
 
-def chat_format(tokenizer: Any, calls: str = "auto", reasoning: str = "auto") -> ChatFormat:
+def chat_format(tokenizer: Tokenizer, calls: str = "auto", reasoning: str = "auto") -> ChatFormat:
     """Find the format of a model's answers: the named one, or with `auto` that of its chat template and special
     tokens.
 
@@ -74,7 +74,7 @@ def chat_format(tokenizer: Any, calls: str = "auto", reasoning: str = "auto") ->
     ]
     if problems:
         raise ConfigError(problems)
-    if not hasattr(tokenizer, "chat"):
+    if tokenizer.chat is None:
         return PLAIN
     return ChatFormat(
         REASONING.get(_own_reasoning(tokenizer) if reasoning == "auto" else reasoning),
@@ -82,7 +82,7 @@ def chat_format(tokenizer: Any, calls: str = "auto", reasoning: str = "auto") ->
     )
 
 
-def _own_calls(tokenizer: Any) -> str:
+def _own_calls(tokenizer: Tokenizer) -> str:
     text = template_text(tokenizer)
     if "[unused9]" in text and {"[unused11]", "[unused12]"} <= set(tokenizer.token_names.values()):
         return "openpangu"
@@ -92,21 +92,21 @@ def _own_calls(tokenizer: Any) -> str:
     return "hermes" if is_hermes else "none"
 
 
-def _own_reasoning(tokenizer: Any) -> str:
+def _own_reasoning(tokenizer: Tokenizer) -> str:
     if {"[unused9]", "[unused16]", "[unused17]"} <= set(tokenizer.token_names.values()):
         return "openpangu"
     return "think" if REASONING["think"].end in template_text(tokenizer) else "none"
 
 
-def template_text(tokenizer: Any) -> str:
+def template_text(tokenizer: Tokenizer) -> str:
     """Text of a tokenizer's chat template; empty where its form is built in."""
-    template = getattr(tokenizer, "template", None)
+    template = tokenizer.template
     return "" if template is None else template.text
 
 
-def thinking_variable(tokenizer: Any) -> str | None:
+def thinking_variable(tokenizer: Tokenizer) -> str | None:
     """The variable by which a tokenizer's chat template switches reasoning on and off, if it has one."""
-    template = getattr(tokenizer, "template", None)
+    template = tokenizer.template
     return next((name for name in THINKING if template is not None and template.reads(name)), None)
 
 

@@ -163,7 +163,7 @@ def check_chats(model: ServedModel) -> None:
     """Raises:
     RequestError: it is a base model.
     """
-    if not hasattr(model.tokenizer, "chat"):
+    if model.tokenizer.chat is None:
         raise RequestError(
             400, f"{model.name} is a base model: it has no chat template. Use /v1/completions", "messages"
         )
@@ -184,7 +184,7 @@ def check_tools(model: ServedModel, tools: ToolUse) -> None:
     """
     if not tools.offered:
         return
-    template = getattr(model.tokenizer, "template", None)
+    template = model.tokenizer.template
     if template is None or not template.reads("tools"):
         raise RequestError(400, f"the chat template of {model.name} has no tools; leave tools out", "tools")
     if model.form.calls is None:

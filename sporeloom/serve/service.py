@@ -103,7 +103,7 @@ class Service:
         self._waiting: Counter[int] = Counter()  # client -> its texts that were submitted, and have no row yet
         self._stop_at: float | None = None
         self._log = LogBudget()
-        self._slots = AdapterSlots(getattr(job, "models", ()), getattr(job, "num_reserved", 0))
+        self._slots = AdapterSlots(job.models, job.num_reserved)
         self._loads: deque[AdapterLoad] = deque()  # broadcast, and not done yet
 
     # Called by the server

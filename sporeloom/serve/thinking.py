@@ -26,7 +26,7 @@ def template_variables(model: ServedModel, variables: dict[str, Any], effort: st
     """
     if effort is None:
         return variables
-    template, switch = getattr(model.tokenizer, "template", None), thinking_variable(model.tokenizer)
+    template, switch = model.tokenizer.template, thinking_variable(model.tokenizer)
     if template is not None and template.reads("reasoning_effort"):
         return {"reasoning_effort": effort, **variables}
     if switch:
@@ -41,7 +41,7 @@ def template_variables(model: ServedModel, variables: dict[str, Any], effort: st
 
 def can_switch(model: ServedModel) -> bool:
     """Whether requests can switch the model's reasoning on and off."""
-    template = getattr(model.tokenizer, "template", None)
+    template = model.tokenizer.template
     return template is not None and (
         template.reads("reasoning_effort") or thinking_variable(model.tokenizer) is not None
     )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -33,18 +34,18 @@ class DPO(PairTask):
 
     objective: type[Objective] = Preference
     flags: tuple[str, ...] = ("loss_type", "beta", "label_smoothing")
-    reference: NDArray[np.float32]
-    """(pairs, 2): sums over the trained tokens of each text."""
+    reference: NDArray[np.float32] | None = None
+    """(pairs, 2): sums over the trained tokens of each text; None before `begin`."""
     held_out: dict[str, NDArray[np.float32]]
     """The same of validation sets, by their content."""
-    _saved: Mapping[str, Any]
+    _saved: Mapping[str, Any] = MappingProxyType({})
     """Hashes of the values that the run began with, where it is resumed."""
 
     def loss(self) -> nn.Cell:
         return Preference(self.config.loss_type, self.config.beta, self.config.label_smoothing)
 
     def begin(self, step: TrainStep, steps_done: int) -> None:
-        folder, saved = self.config.output_dir, getattr(self, "_saved", {})
+        folder, saved = self.config.output_dir, self._saved
         sets = {each.content: each.pairs for each in self.sets.values()}
         self.held_out = {}
         if steps_done:
@@ -78,12 +79,11 @@ class DPO(PairTask):
             write_atomically(path, write)
 
     def state(self) -> dict[str, Any]:
-        found = getattr(self, "reference", None)  # not yet known where the state of a run to resume is compared
-        if found is None:
+        if self.reference is None:  # where the state of a run to resume is compared
             return {}
-        earlier = getattr(self, "_saved", {}).get("held_out", {})  # a set that is left out now may be given again
+        earlier = self._saved.get("held_out", {})  # a set that is left out now may be given again
         held_out = {**earlier, **{content: _hash(values) for content, values in self.held_out.items()}}
-        return {"reference": _hash(found), **({"held_out": held_out} if held_out else {})}
+        return {"reference": _hash(self.reference), **({"held_out": held_out} if held_out else {})}
 
     def restore(self, state: dict[str, Any]) -> None:
         self._saved = state
@@ -99,7 +99,7 @@ class DPO(PairTask):
 
     def known(self, step: int) -> NDArray[np.float32]:
         """Reference log-probabilities of the pairs of a step, (pairs, 2); 0 before `begin`, to compile for."""
-        found: NDArray[np.float32] = getattr(self, "reference", np.zeros((self.num_samples, 2), np.float32))
+        found = np.zeros((self.num_samples, 2), np.float32) if self.reference is None else self.reference
         return found[self.samples(step)]
 
     @staticmethod

@@ -16,6 +16,7 @@ from sporeloom.data.batch import Batch
 from sporeloom.data.examples import Line, LineTokenizer, identity, read_lines
 from sporeloom.data.sample_order import epoch_samples
 from sporeloom.tasks.samples import PromptSampler
+from sporeloom.train.flags import ValidationFlags
 from sporeloom.train.samples import Sampler
 from sporeloom.train.task import Task
 from sporeloom.train.tuning import open_reading, open_tokenizer
@@ -67,7 +68,7 @@ class Tuning(Task):
     def held_out_lines(self) -> dict[str, tuple[Path, list[Line]]]:
         """Names of the validation sets -> path and lines; none where the run has none."""
         config = self.config
-        sets = named_paths(getattr(config, "validation_data", ()))
+        sets = named_paths(config.validation_data) if isinstance(config, ValidationFlags) else {}
         return {name: (path, read_lines(path, config.wanted)) for name, path in sets.items()}
 
     def sampler(self, net: nn.Cell) -> Sampler | None:

@@ -35,9 +35,7 @@ from sporeloom.strategy.config import SINGLE_DEVICE, Strategy
 from sporeloom.strategy.loader import load_strategy
 from sporeloom.train.config import Run, TrainingConfig
 from sporeloom.train.elastic_start import ElasticStart, memory_dir
-from sporeloom.train.flags import (
-    DEFAULT_FOLDER,
-)
+from sporeloom.train.flags import DEFAULT_FOLDER, ValidationFlags
 from sporeloom.train.folder import earlier_run, folder_problems, settled
 from sporeloom.train.groups import ParameterGroups, read_groups
 from sporeloom.train.loss_scale import FLOAT16_INITIAL
@@ -307,7 +305,8 @@ def _strategy_problems(
             f"{strategy.at('pipeline.virtual_stages')}: {config.task} also runs the model by itself, a stage after "
             "the other; leave virtual stages out"
         )
-    if strategy.pipeline.virtual_stages > 1 and not strategy.is_spmd and getattr(config, "validation_data", None):
+    validates = isinstance(config, ValidationFlags) and config.validation_data
+    if strategy.pipeline.virtual_stages > 1 and not strategy.is_spmd and validates:
         yield (
             f"{strategy.at('pipeline.virtual_stages')}: --validation-data runs the model by itself, which MindSpore's "
             "partitioner does a stage after the other; leave virtual stages out, or engine: mindspore"

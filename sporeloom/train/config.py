@@ -61,8 +61,6 @@ class TrainingConfig(
 
     task: ClassVar[str]
     """Name of the module of `sporeloom.tasks`."""
-    trains_values: ClassVar[bool] = False
-    """Whether the network returns a value for each token in place of logits."""
     samples_texts: ClassVar[bool] = False
     """Whether the model generates the texts that it is trained on."""
     rows_per_unit: ClassVar[int] = 1

@@ -21,6 +21,8 @@ class EvaluationFlags:
     """Tasks of the lm-evaluation-harness, on the mesh of the run and with its present weights."""
 
     heading: ClassVar[str] = "evaluation"
+    trains_values: ClassVar[bool] = False
+    """Whether the network returns a value for each token in place of logits."""
     common: ClassVar[tuple[str, ...]] = ("eval_tasks",)
 
     eval_tasks: tuple[str, ...] = option(
@@ -46,7 +48,7 @@ class EvaluationFlags:
         flag = f"--eval-tasks {' '.join(self.eval_tasks)}"
         if find_spec("lm_eval") is None:
             yield f"{flag}: lm-eval is not installed: pip install -e '.[eval]'"
-        if getattr(self, "trains_values", False):
+        if self.trains_values:
             yield f"{flag}: a reward model has no probabilities of tokens; leave it out"
         for name in self.eval_tasks:
             if name.endswith((".yaml", ".yml")) and not Path(name).is_file():

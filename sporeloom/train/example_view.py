@@ -11,7 +11,7 @@ from sporeloom.data.examples import Example, FittingExamples, fitted, fitted_pai
 from sporeloom.data.tokenizer import Tokenizer, token_text
 from sporeloom.train.config import Run
 from sporeloom.train.policy import PolicyConfig
-from sporeloom.train.tuning import PairConfig, open_reading, open_tokenizer
+from sporeloom.train.tuning import PairConfig, SFTConfig, open_reading, open_tokenizer
 
 COLOUR, PLAIN = ("\x1b[1;32m", "\x1b[0m"), ("[[", "]]")
 """Marks before and after trained tokens: on a terminal, and elsewhere."""
@@ -25,7 +25,7 @@ def view(run: Run, count: int, in_colour: bool) -> Iterator[str]:
     """
     config: Any = run.config
     tokenizer = open_tokenizer(run)
-    reading = open_reading(run, tokenizer, getattr(config, "train_on", "") == "everything")
+    reading = open_reading(run, tokenizer, isinstance(config, SFTConfig) and config.train_on == "everything")
     marks = COLOUR if in_colour else PLAIN
     if isinstance(config, PolicyConfig):
         prompts = reading.prompts(run.data)

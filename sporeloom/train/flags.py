@@ -180,11 +180,11 @@ class EMAFlags:
                 f"{strategy.at('engine')}: --ema-decay {self.ema_decay:g} is for engine: spmd, not for MindSpore's "
                 "partitioner; change either"
             )
-        if not getattr(self, "validate_ema", False):
+        if not (isinstance(self, ValidationFlags) and self.validate_ema):
             return
         if not self.ema_decay:
             yield "--validate-ema: there are no averages without --ema-decay; give it, too"
-        if not getattr(self, "validation_data", ()):
+        if not self.validation_data:
             yield "--validate-ema: there is nothing to validate with; give --validation-data NAME=PATH, too"
 
 

@@ -16,6 +16,8 @@ from sporeloom.train.checks import check
 from sporeloom.train.config import Run, TrainingConfig
 from sporeloom.train.elastic import run_elastic
 from sporeloom.train.example_view import view
+from sporeloom.train.plain_text import TrainConfig
+from sporeloom.train.tuning import TuningConfig
 
 TRAINER = "sporeloom.train.trainer"
 
@@ -24,7 +26,8 @@ def run_training(verb: str, kind: type[TrainingConfig], description: str | None,
     """Train as the flags of `kind` say; with --launch in as many processes as the strategy needs. Returns the exit
     code."""
     config = parse_args(kind, description or "", argv, lambda config: check(config, _num_processes(config)))
-    count, wants_budget = getattr(config, "inspect", 0), getattr(config, "data_budget", False)
+    count = config.inspect if isinstance(config, TuningConfig) else 0
+    wants_budget = isinstance(config, TrainConfig) and config.data_budget
     run = check(config, _num_processes(config))
     if count or wants_budget:
         for line in data_budget(run) if wants_budget else view(run, count, sys.stdout.isatty()):

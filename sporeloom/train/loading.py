@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 from mindspore import Parameter, Tensor, nn
 
-from sporeloom.checkpoint.contents import AVERAGES, check_contents
+from sporeloom.checkpoint.contents import AVERAGES, check_contents, logical_name
 from sporeloom.checkpoint.manifest import LATEST, MANIFEST, Manifest, checkpoints, read_manifest
 from sporeloom.checkpoint.model_folder import check_shapes, open_weights
 from sporeloom.checkpoint.sharded import CheckpointReader, damage
@@ -24,9 +24,9 @@ from sporeloom.core.log import milestone
 from sporeloom.models.adapters import is_adapter
 from sporeloom.parallel.report import Report
 from sporeloom.runtime.engine import Engine
-from sporeloom.runtime.spmd.program import Source, storage
+from sporeloom.runtime.spmd.program import SOURCES, Source, storage
 from sporeloom.strategy.tensor_slice import TensorSlice
-from sporeloom.train.saving import WEIGHTS, logical_name, state_parameters, whole_on_every_rank, whole_shape
+from sporeloom.train.saving import WEIGHTS, state_parameters, whole_on_every_rank, whole_shape
 
 TEXT_BYTES = 1024
 
@@ -123,7 +123,7 @@ def leave_undrawn(parameters: Iterable[Parameter]) -> None:
     """Let parameters begin as zeros, of which a CPU process has its part alone: moments, and weights that `start_from` or
     `load_state` will give values."""
     for parameter in parameters:
-        parameter.source = Source.of_zeros(parameter.shape)
+        SOURCES.set(parameter, Source.of_zeros(parameter.shape))
 
 
 def start_from(

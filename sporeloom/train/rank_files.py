@@ -14,6 +14,7 @@ from mindspore import Tensor
 from mindspore.nn.utils import no_init_parameters
 from numpy.typing import NDArray
 
+from sporeloom.checkpoint.contents import logical_name
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.files import flush_all, partial_name
 from sporeloom.core.hashes import write_hashes
@@ -24,7 +25,6 @@ from sporeloom.parallel.parts import held_part
 from sporeloom.parallel.report import ParameterReport, Report
 from sporeloom.runtime.by_mindspore.layout_files import layout_file
 from sporeloom.strategy.config import Strategy
-from sporeloom.train.saving import logical_name
 
 LAYOUTS = "layouts"
 

@@ -23,6 +23,8 @@ class SampleFlags:
     """Texts that the present weights generate for given prompts."""
 
     heading: ClassVar[str] = "samples"
+    trains_values: ClassVar[bool] = False
+    """Whether the network returns a value for each token in place of logits."""
 
     sample_prompts: Path | None = option(
         None,
@@ -59,7 +61,7 @@ class SampleFlags:
             yield from (
                 f"{flag} is for samples: give --sample-prompts FILE, too" for flag, value in needs.items() if value
             )
-        elif getattr(self, "trains_values", False):
+        elif self.trains_values:
             yield f"--sample-prompts {self.sample_prompts}: a reward model generates no text; leave it out"
 
     def sampling_problems(self, strategy: Strategy) -> Iterator[str]:

@@ -19,7 +19,7 @@ import numpy as np
 from mindspore import Parameter, nn
 from mindspore import dtype as mstype
 
-from sporeloom.checkpoint.contents import BESIDE_WEIGHTS, FACTORED, MOMENTS, state_shape
+from sporeloom.checkpoint.contents import BESIDE_WEIGHTS, FACTORED, MOMENTS, logical_name, state_shape
 from sporeloom.checkpoint.sharded import (
     LocalTensor,
     finish,
@@ -41,11 +41,6 @@ STATES = (WEIGHTS, "value_head.", *BESIDE_WEIGHTS)
 ACCUMULATED = "accu_grads."
 """Prefix of accumulated gradients, which are 0 between steps."""
 BEGIN_AS_ZEROS = (*BESIDE_WEIGHTS, ACCUMULATED)
-
-
-def logical_name(name: str) -> str:
-    """A parameter's name in a checkpoint: the model's own, with `adam_m.` or `adam_v.` before it for its moments."""
-    return name.replace("model.", "", 1)
 
 
 def state_parameters(cell: nn.Cell) -> dict[str, Parameter]:

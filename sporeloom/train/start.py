@@ -23,6 +23,7 @@ from sporeloom.core.log import milestone
 from sporeloom.data.loader import Prefetcher
 from sporeloom.models.adapters import is_adapter
 from sporeloom.models.parameters import num_parameters
+from sporeloom.nn.decoder import DecoderWithLoss
 from sporeloom.nn.flash import has_flash
 from sporeloom.parallel.parallelize import parallelize, wrap
 from sporeloom.parallel.report import Report
@@ -128,7 +129,8 @@ def start(run: Run) -> Training:
     training.say(f"{what} on {run.strategy.mesh}")
     if has_flash(net):
         training.say(f"attention: {_told_of_attention(engine, net)}")
-    if (experts := run.model.experts) and experts.capacity_factor and not getattr(net, "has_router_losses", False):
+    drops = isinstance(net, DecoderWithLoss) and net.has_router_losses
+    if (experts := run.model.experts) and experts.capacity_factor and not drops:
         more = run.seq_len / experts.capacity(run.seq_len)
         training.say(f"experts drop no token where models are compared: {more:.1f} times the work of capacity_factor")
     for line in split_lines(task.describe()):

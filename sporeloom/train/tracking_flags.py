@@ -12,6 +12,7 @@ from sporeloom.core.command_line import option
 from sporeloom.core.errors import Problems, did_you_mean
 from sporeloom.core.numbers import parse_ranges
 from sporeloom.planner.cluster import chips
+from sporeloom.train.flags import RunFlags
 from sporeloom.train.trackers import TrackerName, missing_packages
 
 NAME = re.compile(r"[\w+=,@-][\w.+=,@-]{0,127}")
@@ -61,7 +62,7 @@ class TrackingFlags:
                 "without the flag there is no MFU"
             )
         problems = Problems()
-        steps, last = problems.of(self.profiled_steps), getattr(self, "steps", 0)
+        steps, last = problems.of(self.profiled_steps), self.steps if isinstance(self, RunFlags) else 0
         yield from problems
         if steps and steps[-1] > last:
             yield f"--profile {self.profile}: the run has {last} steps; give some of those"

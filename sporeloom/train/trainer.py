@@ -27,6 +27,7 @@ from sporeloom.train.config import FLOAT32_BYTES, Run
 from sporeloom.train.elastic_start import ElasticStart
 from sporeloom.train.evaluations import Evaluations
 from sporeloom.train.export import write_model
+from sporeloom.train.flags import ValidationFlags
 from sporeloom.train.folder import clear, point_to
 from sporeloom.train.history import History
 from sporeloom.train.loading import averaged_weights, begin_averages, start_from
@@ -329,7 +330,7 @@ def _check_room(run: Run) -> None:
     config, numbers = run.config, sum(map(math.prod, run.trained_shapes().values()))
     copies = (
         1
-        + getattr(config, "keep_best", False)
+        + (isinstance(config, ValidationFlags) and config.keep_best)
         + (config.ema_decay > 0)
         + (config.save_every > 0 or config.save_minutes > 0) * (1 if config.optimizer == "sgd" else 2)
     )

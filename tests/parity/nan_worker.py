@@ -15,6 +15,7 @@ from sporeloom.inference.requests import Failure, NewToken, Request
 from sporeloom.inference.sampling import Sampler, SamplingConfig
 from sporeloom.inference.scheduler import Scheduler
 from sporeloom.runtime.engine import Engine
+from sporeloom.runtime.spmd.program import storage
 from sporeloom.strategy.config import SINGLE_DEVICE
 from sporeloom.strategy.loader import load_strategy
 
@@ -36,7 +37,7 @@ def before_and_after(checkpoint, prompts, strategy=None, by_operators=True, dtyp
         if CACHE in parameter.name and engine.held_slice(
             parameter.name, (ROWS, config.kv_heads, SLOTS, config.head_size)
         ):
-            parameter = getattr(parameter, "in_float32", parameter)
+            parameter = storage(parameter)
             values = np.full_like(parameter.asnumpy(), np.nan)
             parameter.set_data(ms.Tensor(values, dtype=parameter.dtype), slice_shape=parameter.sliced)
     told += [_texts(decoding, engine, prompts) for _ in range(2)]

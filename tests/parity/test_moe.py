@@ -12,6 +12,7 @@ from conftest import shared
 from mindspore import Tensor, nn, ops
 
 from sporeloom.models.config import ModelConfig
+from sporeloom.models.parameters import decoder_specs
 from sporeloom.nn.decoder import Decoder
 from sporeloom.nn.moe import MoE
 from sporeloom.nn.routing import HashRouter
@@ -58,7 +59,8 @@ def layer_of(d, ffn, gated, **experts):
         experts=experts,
         **activation,
     )
-    return MoE(config, 0, ms.float32).set_train()
+    specs = decoder_specs(config).within(f"{config.layers[0]}.mlp")
+    return MoE(config, specs, ms.float32, 0).set_train()
 
 
 def weights_of(layer, values):

@@ -3,13 +3,17 @@
 
 import dataclasses
 import math
+import re
 
+import numpy as np
 import pytest
+from conftest import ROOT
 
 from sporeloom.core.errors import ConfigError
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import FAMILIES, family_module, size_config
-from sporeloom.models.parameters import num_parameters, parameter_shapes, parameter_specs
+from sporeloom.models.parameters import decoder_specs, num_parameters, parameter_shapes, parameter_specs
+from sporeloom.models.parts.spec import ParameterSpec
 
 COUNTS = {  # facts of the published models
     ("pangu", "embedded_1b"): 1_155_912_192,
@@ -62,6 +66,57 @@ def test_the_cells_have_the_parameters_that_the_configuration_says(family, size)
         net = family_module(family, "model").Model(config)
     assert {parameter.name: tuple(parameter.shape) for parameter in net.get_parameters()} == parameter_shapes(config)
     assert net.config.layers[-1] in dict(net.cells_and_names())
+
+
+def test_a_parameter_cannot_be_declared_without_its_initial_value():
+    with pytest.raises(TypeError, match="init"):
+        ParameterSpec("weight", (4,))
+
+
+@pytest.mark.parametrize(("family", "size"), SIZES)
+def test_every_declared_parameter_has_a_number_for_its_initial_value(family, size):
+    config = size_config(family, size)
+    specs = decoder_specs(config)
+    assert specs.keys() == parameter_shapes(config).keys()
+    assert all(isinstance(spec.init.number, float) for spec in specs.values())
+    outputs = [spec.init.value for name, spec in specs.items() if name.endswith((".output.weight", ".down.weight"))]
+    given = config.output_init_std
+    assert set(outputs) == {config.init_std / math.sqrt(2 * config.num_layers) if given is None else given}
+
+
+@pytest.mark.parametrize(
+    ("family", "size"),
+    [
+        *(("pangu", size) for size in ("tiny", "embedded_tiny", "pro_moe_tiny", "ultra_moe_tiny", "2_tiny")),
+        *(("codegeex", "4_tiny"), ("palm", "tiny")),
+    ],
+)
+def test_a_new_model_begins_with_the_values_that_its_parts_declare(family, size):
+    import mindspore as ms  # noqa: PLC0415
+
+    config = size_config(family, size).with_layers(2)
+    if config.block == "sandwich":
+        config = dataclasses.replace(config, sandwich_gains=(0.25, 0.5))
+    ms.set_seed(1)
+    specs, found = decoder_specs(config), set()
+    for parameter in family_module(family, "model").Model(config).get_parameters():
+        init, value = specs[parameter.name].init, parameter.asnumpy()
+        if init.kind == "constant":
+            assert (value == np.float32(init.value)).all(), parameter.name
+        else:
+            error = 5 / math.sqrt(value.size)  # five standard deviations of an estimate
+            assert value.std() == pytest.approx(init.value, rel=error), parameter.name
+            assert abs(value.mean()) <= error * init.value, parameter.name
+            digest = value.tobytes()
+            assert digest not in found, f"{parameter.name}: the values of another"
+            found.add(digest)
+
+
+def test_only_one_module_draws_initial_values_of_model_parts():
+    drawing = re.compile(r"\b(Normal|TruncatedNormal|Uniform|HeNormal|XavierUniform)\b")
+    for path in sorted((ROOT / "sporeloom/nn").glob("*.py")):
+        if path.name != "parameter.py":
+            assert not drawing.search(path.read_text(encoding="utf-8")), path
 
 
 PRODUCTS = ("MatMul", "BatchMatMul")

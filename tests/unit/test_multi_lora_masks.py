@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn
 
+from sporeloom.models.parts.spec import ZEROS, ParameterSpecs, linear
 from sporeloom.nn.linear import Linear
+
+PRODUCT = ParameterSpecs.of(linear("product", 4, 3, False, ZEROS)).within("product")
 
 
 class Product(nn.Cell):
@@ -23,7 +26,7 @@ def test_another_adapters_numbers_reach_no_other_token(spoilt):
     ms.set_device("CPU")
     ms.set_context(mode=ms.GRAPH_MODE)
     draw = np.random.default_rng(0)
-    linear = Linear(4, 3, 0.02, bias=False)
+    linear = Linear(PRODUCT)
     linear.attach_adapters([2, 1])
     w, a, b = (draw.normal(size=shape).astype(np.float32) for shape in ((3, 4), (3, 4), (3, 3)))
     a[:2] = spoilt  # of the first adapter; a finite one, too, is infinite once it is multiplied by x

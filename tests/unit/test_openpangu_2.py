@@ -7,12 +7,15 @@ import pytest
 from mindspore import Tensor
 
 from sporeloom.models.family import size_config
+from sporeloom.models.parameters import decoder_specs
+from sporeloom.models.parts.spec import InitialValue, ParameterSpec, ParameterSpecs
 from sporeloom.models.parts.streams import StreamsConfig
 from sporeloom.nn.attention import SlotMask, WindowMask
 from sporeloom.nn.causal_conv import CausalConv, ConvPlaces
 from sporeloom.nn.hyper_connections import StreamReader, StreamWriter
 
 WIDTH, CHANNELS, LENGTH = 4, 3, 11
+CONV = ParameterSpecs.of([ParameterSpec("weight", (CHANNELS, 1, WIDTH), InitialValue("normal", 1.0))])
 POSITIONS = np.array([[*range(7), *range(4)], [*range(2), *range(9)]], np.int32)
 
 
@@ -39,7 +42,7 @@ def convolved(z, weight, positions):
 
 def test_convolutions_stay_within_documents():
     z = np.random.default_rng(1).normal(size=(2, LENGTH, CHANNELS)).astype(np.float32)
-    conv = CausalConv(CHANNELS, WIDTH, 1.0, ms.float32)
+    conv = CausalConv(CONV, ms.float32)
     found = conv(Tensor(z.reshape(-1, CHANNELS)), (inside(POSITIONS),)).asnumpy().reshape(z.shape)
     np.testing.assert_allclose(found, convolved(z, conv.weight.asnumpy(), POSITIONS), atol=1e-6)
 
@@ -47,7 +50,7 @@ def test_convolutions_stay_within_documents():
 def test_convolutions_of_a_few_tokens_at_a_time_are_the_same():
     """Two rows of three: parts of several tokens with padding, single tokens, and a row that gets none."""
     z = np.random.default_rng(2).normal(size=(3, LENGTH, CHANNELS)).astype(np.float32)
-    conv, places, spare = CausalConv(CHANNELS, WIDTH, 1.0, ms.float32), ConvPlaces(WIDTH, 100), 99
+    conv, places, spare = CausalConv(CONV, ms.float32), ConvPlaces(WIDTH, 100), 99
     conv.attach_cache(3, 100)
     done, found = [0, 0, 0], np.zeros_like(z)
     for parts, length in (({2: 5}, 8), ({0: 2}, 4), ({0: 1, 2: 1}, 1), ({2: 2}, 4), ({0: 1, 2: 1}, 1), ({0: 3}, 4)):
@@ -91,7 +94,8 @@ def test_streams_are_read_mixed_and_written_by_the_formula():
     }
     config = type(size_config("pangu", "2_tiny"))(**config)
     assert config.streams == StreamsConfig(num_streams=n, rounds=rounds)
-    reader, writer = StreamReader(config), StreamWriter(config)
+    specs = decoder_specs(config).within("layers.0.mlp_streams")
+    reader, writer = StreamReader(config, specs), StreamWriter(config)
     x, y = rng.normal(size=(5, n * 8)).astype(np.float32), rng.normal(size=(5, 8)).astype(np.float32)
     gamma, phi = rng.normal(size=n * 8), rng.normal(size=(n * (n + 2), n * 8))
     alpha, beta = rng.normal(size=3), rng.normal(size=n * (n + 2))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sporeloom.models.parts.spec import LayerSizes, Specs, linear
+from sporeloom.models.parts.spec import OUTPUT, QKV, LayerSizes, Specs, linear
 
 if TYPE_CHECKING:
     from sporeloom.models.config import ModelConfig
@@ -15,10 +15,10 @@ LLAMA_NAMES = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": 
 
 
 def parameters(sizes: LayerSizes) -> Specs:
-    yield from linear("attention.query", sizes.hidden_size, sizes.query_size, sizes.qkv_bias, "tp", "tp")
-    yield from linear("attention.key", sizes.hidden_size, sizes.kv_size, sizes.qkv_bias, "kv", "kv")
-    yield from linear("attention.value", sizes.hidden_size, sizes.kv_size, sizes.qkv_bias, "kv", "kv")
-    yield from linear("attention.output", sizes.query_size, sizes.hidden_size, sizes.output_bias, "tp")
+    yield from linear("attention.query", sizes.hidden_size, sizes.query_size, sizes.qkv_bias, QKV, "tp", "tp")
+    yield from linear("attention.key", sizes.hidden_size, sizes.kv_size, sizes.qkv_bias, QKV, "kv", "kv")
+    yield from linear("attention.value", sizes.hidden_size, sizes.kv_size, sizes.qkv_bias, QKV, "kv", "kv")
+    yield from linear("attention.output", sizes.query_size, sizes.hidden_size, sizes.output_bias, OUTPUT, "tp")
 
 
 def score_features(sizes: LayerSizes) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.numbers import Count, Natural, NotNegative, Positive, choice_problems, number_problems
 from sporeloom.models.parts import mlp
-from sporeloom.models.parts.spec import ParameterSpec, Specs
+from sporeloom.models.parts.spec import MATRIX, ONES, ZEROS, ParameterSpec, Specs
 
 if TYPE_CHECKING:
     from sporeloom.models.config import ModelConfig
@@ -155,11 +155,11 @@ class ExpertConfig:
 
 def router_parameters(hidden_size: int, num_experts: int, is_hashed: bool, has_bias: bool, has_scale: bool) -> Specs:
     if not is_hashed:
-        yield ParameterSpec("mlp.router.weight", (num_experts, hidden_size), "matrix")
+        yield ParameterSpec("mlp.router.weight", (num_experts, hidden_size), MATRIX, "matrix")
     if has_bias:
-        yield ParameterSpec("mlp.choices.balance_bias", (num_experts,))
+        yield ParameterSpec("mlp.choices.balance_bias", (num_experts,), ZEROS)
     if has_scale:
-        yield ParameterSpec("mlp.weights.scale", (1, num_experts))
+        yield ParameterSpec("mlp.weights.scale", (1, num_experts), ONES)
 
 
 def parameters(config: ModelConfig) -> Specs:

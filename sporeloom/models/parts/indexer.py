@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.numbers import Count, Natural, Positive, number_problems
-from sporeloom.models.parts.spec import ParameterSpec, Specs, linear
+from sporeloom.models.parts.spec import ONES, QKV, ParameterSpec, Specs, linear
 
 if TYPE_CHECKING:
     from sporeloom.models.config import ModelConfig
@@ -44,10 +44,10 @@ def parameters(config: ModelConfig, layer: int) -> Specs:
     indexer, latent = config.indexer, config.latent
     if indexer and latent and config.has_indexer(layer) and latent.query_width:
         size = indexer.head_dim
-        yield from linear("attention.indexer.query", latent.query_width, indexer.num_heads * size, False)
-        yield from linear("attention.indexer.key", config.hidden_size, size, False)
-        yield ParameterSpec("attention.indexer.key_norm.weight", (size,))
-        yield from linear("attention.indexer.weights", config.hidden_size, indexer.num_heads, False)
+        yield from linear("attention.indexer.query", latent.query_width, indexer.num_heads * size, False, QKV)
+        yield from linear("attention.indexer.key", config.hidden_size, size, False, QKV)
+        yield ParameterSpec("attention.indexer.key_norm.weight", (size,), ONES)
+        yield from linear("attention.indexer.weights", config.hidden_size, indexer.num_heads, False, QKV)
 
 
 def problems(config: ModelConfig, indexer: IndexerConfig) -> Iterator[str]:

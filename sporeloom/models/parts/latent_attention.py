@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.numbers import Count, Natural, Positive, number_problems
-from sporeloom.models.parts.spec import ParameterSpec, Specs, linear
+from sporeloom.models.parts.spec import MATRIX, ONES, OUTPUT, QKV, ParameterSpec, Specs, linear
 
 if TYPE_CHECKING:
     from sporeloom.models.config import ModelConfig
@@ -80,19 +80,19 @@ class LatentConfig:
 def parameters(config: ModelConfig, latent: LatentConfig) -> Specs:
     d, heads = config.hidden_size, config.num_heads
     if latent.query_width:
-        yield from linear("attention.query_down", d, latent.query_width, config.qkv_bias)
-        yield ParameterSpec("attention.query_norm.weight", (latent.query_width,))
-        yield from linear("attention.query_up", latent.query_width, heads * latent.head_size, False, "tp")
+        yield from linear("attention.query_down", d, latent.query_width, config.qkv_bias, QKV)
+        yield ParameterSpec("attention.query_norm.weight", (latent.query_width,), ONES)
+        yield from linear("attention.query_up", latent.query_width, heads * latent.head_size, False, QKV, "tp")
     else:
-        yield from linear("attention.query", d, heads * latent.head_size, False, "tp")
-    yield from linear("attention.kv_down", d, latent.kv_width + latent.rope_dim, config.qkv_bias)
-    yield ParameterSpec("attention.kv_norm.weight", (latent.kv_width,))
-    yield from linear("attention.kv_up", latent.kv_width, heads * latent.key_value_size, False, "tp")
-    yield from linear("attention.output", heads * latent.value_dim, d, config.output_bias, "tp")
+        yield from linear("attention.query", d, heads * latent.head_size, False, QKV, "tp")
+    yield from linear("attention.kv_down", d, latent.kv_width + latent.rope_dim, config.qkv_bias, QKV)
+    yield ParameterSpec("attention.kv_norm.weight", (latent.kv_width,), ONES)
+    yield from linear("attention.kv_up", latent.kv_width, heads * latent.key_value_size, False, QKV, "tp")
+    yield from linear("attention.output", heads * latent.value_dim, d, config.output_bias, OUTPUT, "tp")
     if latent.num_sinks:
-        yield ParameterSpec("attention.sink_latents", (latent.num_sinks, latent.kv_width), "sink")
-        yield ParameterSpec("attention.sink_keys", (latent.num_sinks, latent.rope_dim), "sink")
+        yield ParameterSpec("attention.sink_latents", (latent.num_sinks, latent.kv_width), QKV, "sink")
+        yield ParameterSpec("attention.sink_keys", (latent.num_sinks, latent.rope_dim), QKV, "sink")
     if latent.conv_width and latent.query_width:
         widths = {"query": latent.query_width, "kv": latent.kv_width, "output": heads * latent.value_dim}
         for name, size in widths.items():
-            yield ParameterSpec(f"attention.{name}_conv.weight", (size, 1, latent.conv_width), "channels")
+            yield ParameterSpec(f"attention.{name}_conv.weight", (size, 1, latent.conv_width), MATRIX, "channels")

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from sporeloom.models.parts.spec import LayerSizes, Specs, linear
+from sporeloom.models.parts.spec import MATRIX, OUTPUT, LayerSizes, Specs, linear
 
 LLAMA_NAMES = {"down_proj": "down"}
 """Published name of Llama and similar models, within `mlp` -> name here. Others have names that differ between models."""
@@ -11,9 +11,9 @@ LLAMA_NAMES = {"down_proj": "down"}
 
 def parameters(name: str, sizes: LayerSizes, width: int) -> Specs:
     if sizes.gated_mlp:
-        yield from linear(f"{name}.gate", sizes.hidden_size, width, sizes.mlp_bias, "tp", "tp")
-    yield from linear(f"{name}.up", sizes.hidden_size, width, sizes.mlp_bias, "tp", "tp")
-    yield from linear(f"{name}.down", width, sizes.hidden_size, sizes.mlp_bias, "tp")
+        yield from linear(f"{name}.gate", sizes.hidden_size, width, sizes.mlp_bias, MATRIX, "tp", "tp")
+    yield from linear(f"{name}.up", sizes.hidden_size, width, sizes.mlp_bias, MATRIX, "tp", "tp")
+    yield from linear(f"{name}.down", width, sizes.hidden_size, sizes.mlp_bias, OUTPUT, "tp")
 
 
 def num_matrices(sizes: LayerSizes) -> int:

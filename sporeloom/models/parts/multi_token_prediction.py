@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from sporeloom.models.parts import norm
-from sporeloom.models.parts.spec import LayerSizes, Specs, linear
+from sporeloom.models.parts.spec import MATRIX, LayerSizes, Specs, linear
 
 PREFIX = "mtp."
 
@@ -13,4 +13,4 @@ def own_parameters(sizes: LayerSizes) -> Specs:
     """Parameters of a depth, without those of its layer."""
     for name in ("embedding_norm", "hidden_norm", "head_norm"):
         yield from norm.parameters(name, sizes)
-    yield from linear("project", 2 * sizes.hidden_size, sizes.hidden_size, False)
+    yield from linear("project", 2 * sizes.hidden_size, sizes.hidden_size, False, MATRIX)

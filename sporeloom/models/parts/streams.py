@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.numbers import Count, Natural, number_problems
-from sporeloom.models.parts.spec import ParameterSpec, Specs
+from sporeloom.models.parts.spec import MATRIX, ONES, ZEROS, InitialValue, ParameterSpec, Specs
 
 if TYPE_CHECKING:
     from sporeloom.models.config import ModelConfig
@@ -48,7 +48,7 @@ def parameters(config: ModelConfig, layer: int) -> Specs:
         for part in ("attention", "mlp"):
             yield from _gates(f"{part}_streams", config, streams, streams.num_gates, 3)
         if layer in streams.norm_layers:
-            yield ParameterSpec("block_norm.weight", (streams.num_streams * config.hidden_size,))
+            yield ParameterSpec("block_norm.weight", (streams.num_streams * config.hidden_size,), ONES)
 
 
 def output_parameters(config: ModelConfig) -> Specs:
@@ -59,10 +59,10 @@ def output_parameters(config: ModelConfig) -> Specs:
 
 def _gates(name: str, config: ModelConfig, streams: StreamsConfig, count: int, kinds: int) -> Specs:
     width = streams.num_streams * config.hidden_size
-    yield ParameterSpec(f"{name}.norm.weight", (width,))
-    yield ParameterSpec(f"{name}.gates.weight", (count, width), "matrix")
-    yield ParameterSpec(f"{name}.alpha", (kinds,))
-    yield ParameterSpec(f"{name}.beta", (count,))
+    yield ParameterSpec(f"{name}.norm.weight", (width,), ONES)
+    yield ParameterSpec(f"{name}.gates.weight", (count, width), MATRIX, "matrix")
+    yield ParameterSpec(f"{name}.alpha", (kinds,), InitialValue("constant", 0.01))
+    yield ParameterSpec(f"{name}.beta", (count,), ZEROS)
 
 
 def problems(config: ModelConfig, streams: StreamsConfig) -> Iterator[str]:

@@ -14,6 +14,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import nn
 
+from sporeloom.parallel.cells import FunctionCell
 from sporeloom.runtime.spmd.inlining import BranchError
 
 MAX_SHOWN = 3
@@ -41,7 +42,7 @@ def _places(cell: nn.Cell, class_name: str) -> Iterator[str]:
     owner = next(of_class, None)
     if owner is None:
         return
-    code: Any = getattr(owner, "function", None) or type(owner).construct
+    code: Any = owner.function if isinstance(owner, FunctionCell) else type(owner).construct
     try:
         lines, first = inspect.getsourcelines(code)
         file, tree = inspect.getsourcefile(code), ast.parse(textwrap.dedent("".join(lines)))

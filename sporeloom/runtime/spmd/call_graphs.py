@@ -16,6 +16,7 @@ from mindspore import nn
 
 from sporeloom.core.errors import ConfigError
 from sporeloom.mindspore_compat.names import mind_ir
+from sporeloom.parallel.call import Call
 from sporeloom.partition.graph import Graph, Name, is_effect
 from sporeloom.partition.microbatches import DividedGraph, divide, undivided
 from sporeloom.partition.mindir import read_graph
@@ -146,7 +147,7 @@ def num_microbatches_of(
     """
     wanted, dp = strategy.pipeline.num_microbatches, strategy.mesh.dp
     rows = next((shape[0] for shape, _ in described if shape and shape[0] % dp == 0), 0)
-    if not getattr(cell, "takes_batch", True) or not rows:
+    if (isinstance(cell, Call) and not cell.takes_batch) or not rows:
         return 1
     if rows % (wanted * dp) == 0:
         return wanted

@@ -14,7 +14,7 @@ from mindspore.common import initializer
 from mindspore.nn.utils import no_init_parameters
 from numpy.typing import NDArray
 
-from sporeloom.runtime.spmd.program import Source
+from sporeloom.runtime.spmd.program import SOURCES, Source
 from sporeloom.strategy.tensor_slice import TensorSlice
 
 DRAWS_NOTHING = (initializer.Zero, initializer.One, initializer.Constant)
@@ -37,10 +37,10 @@ def drawing_later() -> Iterator[None]:
             return
         init, shape = parameter.init_mode.init, tuple(parameter.shape)
         if type(init) in DRAWS_ONCE:
-            parameter.source = Source(shape, _drawn(init, shape, np.random.get_state()))
+            SOURCES.set(parameter, Source(shape, _drawn(init, shape, np.random.get_state())))
             np.random.randint(low=1, high=1 << 63, dtype=np.int64)  # the seed that the initializer would take
         elif type(init) in DRAWS_NOTHING:
-            parameter.source = Source(shape, lambda part: _filled(init, part.shape))
+            SOURCES.set(parameter, Source(shape, lambda part: _filled(init, part.shape)))
         else:
             parameter.init_data()
 

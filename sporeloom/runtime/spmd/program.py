@@ -12,6 +12,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn
 from numpy.typing import NDArray
 
+from sporeloom.core.by_identity import ByIdentity
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.scratch import scratch_folder
 from sporeloom.runtime.compiler import without_collection
@@ -21,7 +22,7 @@ from sporeloom.strategy.tensor_slice import TensorSlice
 
 @dataclass(frozen=True)
 class Source:
-    """The source of a parameter's value, set as its attribute `source`."""
+    """The source of a parameter's value."""
 
     shape: tuple[int, ...]
     read: Callable[[TensorSlice], NDArray[Any]]
@@ -35,6 +36,12 @@ class Source:
     @property
     def full(self) -> TensorSlice:
         return TensorSlice.full(self.shape)
+
+
+SOURCES = ByIdentity[Parameter, Source]()
+"""Sources of the parameters whose values are read once their layouts are known."""
+FLOAT32_COPIES = ByIdentity[Parameter, Parameter]()
+"""Copies of the bfloat16 parameters that CPU processes compute with."""
 
 
 class LoadedProgram:
@@ -84,14 +91,16 @@ class LoadedProgram:
 
 def in_float32(parameter: Parameter) -> Parameter:
     """The float32 copy of a bfloat16 parameter, such as a cache or a moment, which all programs of CPU processes share."""
-    if not hasattr(parameter, "in_float32"):
-        parameter.in_float32 = Parameter(parameter.astype(ms.float32), requires_grad=False)
-    return parameter.in_float32
+    if (copy := FLOAT32_COPIES.get(parameter)) is None:
+        copy = Parameter(parameter.astype(ms.float32), requires_grad=False)
+        FLOAT32_COPIES.set(parameter, copy)
+    return copy
 
 
 def storage(parameter: Parameter) -> Parameter:
     """The parameter that holds the value: the float32 copy, where CPU processes compute with one."""
-    return getattr(parameter, "in_float32", parameter)
+    copy = FLOAT32_COPIES.get(parameter)
+    return parameter if copy is None else copy
 
 
 def materialize(parameters: Any, graph: RankGraph) -> None:
@@ -103,11 +112,12 @@ def materialize(parameters: Any, graph: RankGraph) -> None:
     held = graph.parameters
     for parameter in parameters:
         layout = graph.layouts.get(parameter.name) if parameter.name in held else None
-        if source := getattr(parameter, "source", None):  # MindSpore may have cut its shape already
+        if source := SOURCES.get(parameter):  # MindSpore may have cut its shape already
             if parameter.name in held:
                 part = layout.stored_slice(source.shape, graph.rank, graph.groups) if layout else source.full
                 parameter.set_data(Tensor(source.read(part), dtype=parameter.dtype), slice_shape=True)
-                parameter.init_mode = parameter.source = None
+                parameter.init_mode = None
+                SOURCES.remove(parameter)
             continue
         if parameter.sliced:
             continue

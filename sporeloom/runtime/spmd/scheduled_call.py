@@ -13,6 +13,7 @@ from sporeloom.partition.graph import Name, TensorType
 from sporeloom.partition.microbatches import NUMBER, DividedGraph, Total
 from sporeloom.runtime.spmd.call_graphs import CutCall, Stages
 from sporeloom.runtime.spmd.pipeline import Exchange, RankProgram, Schedule, StagePrograms
+from sporeloom.runtime.spmd.program import storage
 from sporeloom.runtime.spmd.rank_graph import RankGraph
 from sporeloom.strategy.config import Strategy
 
@@ -61,7 +62,7 @@ class CurrentParameters:
             holders = self._holders.get(id(owners[name]))
             if holders is None or stages <= holders:
                 continue
-            parameter = getattr(owners[name], "in_float32", owners[name])  # the float32 copy that programs use
+            parameter = storage(owners[name])  # the float32 copy that programs use
             source, missing = min(holders), sorted(stages - holders)
             if mine == source or mine in missing:
                 ranks = [stage * stage_size + place for stage in (source, *missing)]

@@ -13,6 +13,7 @@ from mindspore import nn
 from sporeloom.core.errors import ConfigError, did_you_mean
 from sporeloom.mindspore_compat.names import mind_ir
 from sporeloom.models.paths import path_matches
+from sporeloom.parallel.call import Call
 from sporeloom.parallel.report import Report
 from sporeloom.partition.axis_parts import PartedAxes, UndividedAxisError, sharded_further
 from sporeloom.partition.graph import Graph
@@ -119,7 +120,7 @@ def decide(
         {name: axes.layout(layout) for name, layout in layouts.items()},
         {path: resolved_pin(pin) for path, pin in pinned.items()},
         [(pattern, optional, resolved_pin(pin)) for pattern, optional, pin in functional],
-        takes_batch=getattr(cell, "takes_batch", True),
+        takes_batch=not isinstance(cell, Call) or cell.takes_batch,
         reshards=any(report.reshards for _, report in reports),
     )
 

@@ -39,7 +39,7 @@ CONTEXT = 12
 class Plain:
     """A tokenizer without a prefix: a token a byte, and one that ends documents."""
 
-    vocab_size, eod_id, file_name = 257, 256, "none"
+    vocab_size, eod_id, file_name, prefix = 257, 256, "none", ()
 
     def encode(self, text):
         return list(text.encode())

@@ -19,7 +19,7 @@ EOD = 0
 class Letters:
     """Token 1 is a, token 2 is b, ...; 0 ends."""
 
-    vocab_size, eod_id = 27, EOD
+    vocab_size, eod_id, prefix = 27, EOD, ()
 
     def encode(self, text):
         return [ord(letter) - ord("a") + 1 for letter in text]

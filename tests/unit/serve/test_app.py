@@ -18,7 +18,8 @@ from sporeloom.serve.requests import CompletionRequest, read_completion
 from sporeloom.serve.texts import Events, RequestStream, stream, whole
 
 TOKENIZER = SimpleNamespace(
-    token_bytes=lambda token: b"a", vocab_size=4, eod_id=0, encode=lambda text: [1], decode=lambda ids: "a" * len(ids)
+    **{"vocab_size": 4, "eod_id": 0, "prefix": (), "token_bytes": lambda token: b"a"},
+    **{"encode": lambda text: [1], "decode": lambda ids: "a" * len(ids)},
 )
 MODEL = SimpleNamespace(name="town", tokenizer=TOKENIZER, adapter=0)
 

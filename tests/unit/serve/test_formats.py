@@ -69,7 +69,7 @@ def test_a_format_that_is_not_known_is_refused_with_the_known_ones(tmp_path):
         "--tool-call-parser xml: one of auto, none, hermes, openpangu, openpangu2",
         "--reasoning-parser deep: one of auto, none, think, openpangu",
     ]
-    assert chat_format(SimpleNamespace()) == PLAIN  # of a base model
+    assert chat_format(SimpleNamespace(chat=None)) == PLAIN  # of a base model
 
 
 def test_special_tokens_that_are_markers_are_decoded_and_others_are_not(tmp_path):

@@ -74,7 +74,7 @@ def running(made):
 def stopped():
     """A service whose loop does not run."""
     model = SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=VOCAB))
-    made = Service(SimpleNamespace(models=[model], strategy=SINGLE_DEVICE))
+    made = Service(SimpleNamespace(models=[model], num_reserved=0, strategy=SINGLE_DEVICE))
     made.engine = SimpleNamespace(
         strategy=SINGLE_DEVICE,
         is_log_rank=True,

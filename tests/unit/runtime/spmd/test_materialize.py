@@ -25,7 +25,7 @@ from mindspore.common.initializer import (
 from mindspore.nn.utils import no_init_parameters
 
 from sporeloom.runtime.spmd.drawing import drawing_later
-from sporeloom.runtime.spmd.program import Source, materialize
+from sporeloom.runtime.spmd.program import SOURCES, Source, materialize
 from sporeloom.strategy.tensor_slice import TensorSlice
 
 VALUE = np.arange(24, dtype=np.float32).reshape(4, 6)
@@ -53,7 +53,7 @@ def test_each_gets_its_part_once(parameters):
             asked.append((name, [part.shape]))
             return VALUE[part.slices]
 
-        parameter.source = Source((4, 6), read)
+        SOURCES.set(parameter, Source((4, 6), read))
     half, every, none, drawn = parameters
     half.shape = [4, 3]  # as MindSpore leaves it where it compiled
     for _ in range(2):

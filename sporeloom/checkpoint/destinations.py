@@ -1,30 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Assign the shards of a checkpoint to files of ranks, for a strategy; MindSpore is loaded in another process."""
+"""Assign the shards of a checkpoint to files of ranks, for a strategy."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
-from typing import Any
 
-from sporeloom.checkpoint.contents import BESIDE_WEIGHTS, FACTORED
+from sporeloom.checkpoint.contents import BESIDE_WEIGHTS, FACTORED, logical_name
 from sporeloom.checkpoint.sharded import file_name
 from sporeloom.core.errors import ConfigError
-from sporeloom.core.processes import end_with_parent
 from sporeloom.models.config import ModelConfig
-from sporeloom.runtime.environment import prepare_environment
 from sporeloom.strategy.checks import model_problems
 from sporeloom.strategy.config import Strategy
 from sporeloom.strategy.tensor_slice import TensorSlice
 
 
-def shards_for(
+def destinations(
     strategy: Strategy, family: str, model: ModelConfig, shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, list[tuple[str, TensorSlice]]]:
-    """Shards of the tensors of a model, and of its optimizer's state, on the ranks of a strategy.
+    """Shards of the tensors of a model, and of its optimizer's state, in the files of the ranks of a strategy.
+
+    For several ranks it loads MindSpore, whose operators the rules are matched with.
 
     Raises:
         ConfigError: the strategy cannot shard the model.
@@ -33,9 +29,8 @@ def shards_for(
         return {name: [(file_name(0), TensorSlice.full(shape))] for name, shape in shapes.items()}
     if problems := model_problems(strategy, model):
         raise ConfigError(problems)
-    # MindSpore takes 400 MB: a process of its own gives them back.
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), end_with_parent, (os.getpid(),)) as pool:
-        parts = pool.submit(_predicted_parts, family, model, strategy).result()
+    parts_of_model = import_module("sporeloom.parallel.model_parts").parts_of_model
+    parts = {logical_name(name): held for name, held in parts_of_model(family, model, strategy).items()}
     found = {}
     for name, shape in shapes.items():
         prefix = next((moment for moment in BESIDE_WEIGHTS if name.startswith(moment)), "")
@@ -44,8 +39,3 @@ def shards_for(
         else:
             found[name] = [(file_name(rank), part) for rank, part in parts[name.removeprefix(prefix)]]
     return found
-
-
-def _predicted_parts(family: str, model: ModelConfig, strategy: Strategy) -> Any:
-    prepare_environment()
-    return import_module("sporeloom.train.predicted_parts").predicted_parts(family, model, strategy)

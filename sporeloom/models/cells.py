@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attributes of the Cells of `sporeloom.nn` that other packages read or set; a Cell that has some derives from their class.
+Loads no MindSpore."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class FlashCell:
+    """Attention or its mask, whose graph may have FlashAttention."""
+
+    flash_on_cpu: bool = False
+    """Whether graphs for CPUs have FlashAttention, too: set for several processes, whose graphs are those of devices."""
+
+
+class HeadCopier:
+    """Attention with fewer heads of keys and values than of queries."""
+
+    repeats_heads: bool = False
+    """Whether each query head gets its own copy of its keys and values: where ranks share such a head."""
+
+
+class CountingCell:
+    """A part that returns metrics from a training step."""
+
+    metrics: Sequence[str] | None = None
+    """Names of the metrics of an objective; None: a part of a model, whose counts are those of its experts."""
+    balance_rate: float = 0.0
+    """Step by which the biases of its router move towards balance."""
+    choices: Any
+    """The router of a part with experts."""
+
+    def attach_counter(self, name: str) -> Any:
+        """Let training steps count. Returns the parameter of that name, whose gradient is the count."""
+        raise NotImplementedError
+
+
+class TyingCell:
+    """A model whose head may be its token embedding."""
+
+    tied_embedding: bool = True
+
+
+class PartlyForwardCell:
+    """A training network with parts that have no backward pass."""
+
+    without_backward: tuple[str, ...] = ()
+    """Paths of these parts."""

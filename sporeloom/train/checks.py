@@ -115,6 +115,7 @@ def _flag_problems(config: TrainingConfig) -> Iterator[str]:
     yield from config.tracking_problems()
     yield from config.sample_problems()
     yield from config.evaluation_problems()
+    yield from config.audit_problems(config.output_dir)
     yield from _ema_and_certificate(config)
     yield from config.elastic_problems(ElasticStart.of_environment() is not None)
 

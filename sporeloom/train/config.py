@@ -17,6 +17,7 @@ from sporeloom.models.config import ModelConfig
 from sporeloom.models.parameters import Shapes, parameter_shapes
 from sporeloom.strategy.certificate import about_task
 from sporeloom.strategy.config import Strategy
+from sporeloom.train.audit_flags import AuditFlags
 from sporeloom.train.evaluation_flags import EvaluationFlags
 from sporeloom.train.flags import (
     CheckpointFlags,
@@ -44,6 +45,7 @@ class TrainingConfig(
     TrackingFlags,
     EvaluationFlags,
     SampleFlags,
+    AuditFlags,
     CheckpointFlags,
     FaultFlags,
     ElasticFlags,

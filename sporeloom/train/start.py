@@ -30,6 +30,7 @@ from sporeloom.parallel.step import TrainStep
 from sporeloom.runtime.engine import Engine
 from sporeloom.runtime.spmd.drawing import drawing_later
 from sporeloom.train.adafactor import Adafactor
+from sporeloom.train.audit_writer import AuditWriter
 from sporeloom.train.checks import is_sharded
 from sporeloom.train.config import Run
 from sporeloom.train.ema import WithAverages
@@ -76,6 +77,8 @@ class Training:
     profile: Profile | None = None
     """Recorder of some steps."""
     times: RunTimes = dataclasses.field(default_factory=RunTimes)
+    audit: AuditWriter | None = None
+    """Writer of the hash chain, where the run has one."""
     history: History | None = None
     """Starts of the run; the logging rank has it."""
     compiled: set[tuple[int, ...]] = dataclasses.field(default_factory=set)

@@ -23,6 +23,7 @@ from sporeloom.core.locks import one_writer
 from sporeloom.parallel.report import Report
 from sporeloom.runtime.engine import Engine
 from sporeloom.runtime.environment import is_first_process
+from sporeloom.train.audit_writer import AuditWriter
 from sporeloom.train.config import FLOAT32_BYTES, Run
 from sporeloom.train.elastic_start import ElasticStart
 from sporeloom.train.evaluations import Evaluations
@@ -101,7 +102,11 @@ def _train(run: Run) -> Path | None:
         begin_averages(training.step, training.engine, training.report)
     if steps_done < config.steps:
         training.task.begin(training.step, steps_done)
+    if 0 < config.stop_after <= steps_done:
+        raise ConfigError(f"--stop-after {config.stop_after}: {steps_done} steps are done; give a later one")
     saver = make_saver(training, steps_done)  # after the schedule of the resumed run is known
+    if config.audit_every:
+        _begin_audit(training, saver, steps_done)
     if config.chip and (what := uncounted(run)):
         training.say(f"--chip {config.chip}: no MFU and HFU, because the FLOPs of {what} are not counted")
     if not training.engine.is_log_rank:
@@ -145,6 +150,15 @@ def _steps_and_model(training: Training, trackers: list[Tracker], saver: Saver, 
     _summarize(training)
     training.say(f"checkpoint in {config.checkpoint_dir}")
     return config.checkpoint_dir
+
+
+def _begin_audit(training: Training, saver: Saver, steps_done: int) -> None:
+    """Begin the hash chain of the run, or continue it."""
+    run, task = training.run, training.task
+    verb = "train" if run.config.task == "pretraining" else run.config.task
+    settings = {"verb": verb, "folder": str(Path.cwd()), **_settings(run), "data": task.data_state()}
+    training.audit = AuditWriter(run, training.engine, settings, saver.snapshot, task.sample_ids, steps_done)
+    saver.before_saving = training.audit.before_saving
 
 
 def _trackers(training: Training, history: History, steps_done: int) -> list[Tracker]:
@@ -195,6 +209,8 @@ def run_steps(
         if any(step in steps for steps in left_out):
             if writer:
                 writer.pass_over()
+            if training.audit:
+                training.audit.skip(step)
         else:
             if training.profile:
                 training.profile.begin_step(step)
@@ -202,6 +218,8 @@ def run_steps(
             if training.profile:
                 training.profile.end_step(step)
             is_spike = guard is not None and training.engine.broadcast_value(guard.is_spike(metrics.loss), log_rank)
+            if training.audit:
+                training.audit.begin(metrics)
             if training.validation and not is_spike and training.validation.is_due(step, run.config.steps):
                 metrics = _validated(training, training.validation, metrics, saver)
             last_step = step if _is_over(training, step) else run.config.steps
@@ -219,8 +237,12 @@ def run_steps(
                 rewind(training, guard, saver, step)
                 continue
             first, last = first or metrics, metrics
+        if step == run.config.stop_after:
+            saver.request_stop()
         with training.times.measure("checkpoint"):
             is_stopped = saver.after_step(step)
+            if training.audit:
+                training.audit.end(_is_over(training, step))
         if is_stopped:
             break
     if training.profile:

@@ -289,7 +289,7 @@ def _one_step(training: Training, step: int) -> StepMetrics:
     scale = training.loss_scale
     if scale:
         set_number(training.step.loss_scale, scale.value)
-    used_scale = scale.value if scale else None
+    used_scale, earlier = scale.value if scale else None, dict(training.times.seconds)
     with training.times.measure("data"):
         inputs = training.batch(step - 1)
     engine.backend.begin_step(step)
@@ -314,6 +314,7 @@ def _one_step(training: Training, step: int) -> StepMetrics:
     training.times.add_step(tokens, flops)
     told_loss = math.nan if is_lost else values[0]  # a spike, whatever the loss before the update was
     rates = training.utilization.rates(tokens, flops, seconds)
+    rates |= training.times.since(earlier)
     return StepMetrics(step, told_loss, rate, norm_or_none, seconds, tokens / seconds, used_scale, **rates, more=more)
 
 

@@ -23,9 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 def train(out, data, *arguments, processes=1):
-    return tool(
-        *("tools/train.py", "--data", data, *ARGUMENTS, "--output-dir", out, *arguments), processes=processes
-    )
+    return tool(*("tools/train.py", "--data", data, *ARGUMENTS, "--output-dir", out, *arguments), processes=processes)
 
 
 def audit(folder, *arguments):
@@ -83,17 +81,17 @@ def test_an_honest_run_on_a_mesh_runs_again_bit_for_bit(tmp_path):
     strategy = CONFIGS / "pangu_tiny_dp2_tp2.yaml"
     outcome = train(out, TEXT, "--audit-every", 3, "--strategy", strategy, processes=4)
     assert outcome.code == 0, outcome.output
-    outcome = audit(out, "--segments", 1, "--seed", 2)
+    outcome = audit(out, "--segments", 1, "--seed", 0)
     assert outcome.code == 0, outcome.output
     assert "checkpoints: 3 of 3 that were saved are there with the recorded content" in outcome.output
-    assert "1 of 3 stretches run again, chosen with --seed 2" in outcome.output
-    assert "bit for bit as recorded" in outcome.output
+    assert "1 of 3 stretches run again, chosen with --seed 0" in outcome.output
+    assert "steps 3 to 4: bit for bit as recorded" in outcome.output
 
 
 def test_an_honest_run_runs_again_from_its_beginning(honest):
-    outcome = audit(honest, "--segments", 1, "--seed", 5)
+    outcome = audit(honest, "--segments", 1, "--seed", 2)
     assert outcome.code == 0, outcome.output
-    assert "steps 5 to 6: bit for bit as recorded" in outcome.output or "bit for bit as recorded" in outcome.output
+    assert "steps 1 to 2: bit for bit as recorded" in outcome.output
 
 
 def test_a_changed_record_is_named_and_nothing_runs(run):

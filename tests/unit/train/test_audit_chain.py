@@ -38,7 +38,10 @@ def write(folder, records):
 def run(tmp_path):
     """A run of 6 steps with states after 0, 2, 4 and 6."""
     states = {n: {"state": {"w": str(n)}} for n in (2, 4, 6)}
-    write(tmp_path, [{"step": 0, "start": SETTINGS, "state": {"w": "0"}}, *(step(n, **states.get(n, {})) for n in range(1, 7))])
+    write(
+        tmp_path,
+        [{"step": 0, "start": SETTINGS, "state": {"w": "0"}}, *(step(n, **states.get(n, {})) for n in range(1, 7))],
+    )
     return tmp_path
 
 
@@ -68,7 +71,9 @@ def test_a_changed_record_with_a_new_hash_breaks_the_link_after_it(run):
     def edit(lines):
         record = json.loads(lines[3])
         record["loss"] = 4.5
-        lines[3] = json.dumps(linked({k: v for k, v in record.items() if k not in ("previous", "hash")}, record["previous"]))
+        lines[3] = json.dumps(
+            linked({k: v for k, v in record.items() if k not in ("previous", "hash")}, record["previous"])
+        )
 
     (problem,) = edited(run, edit)
     assert problem.startswith(f"{run / FILE}:5: step 4: does not follow the record before it")

@@ -220,9 +220,9 @@ def _step_differences(record: Record, again: Record) -> Iterator[str]:
         if record.get(name) != again.get(name):
             yield f"{where}: {name} {record.get(name)} was recorded, {again.get(name)} is computed"
     recorded, found = record.get("state"), again.get("state")
-    if recorded and found and (name := first_difference(recorded, found)):
-        was, now = (str(state.get(name))[:SHOWN] for state in (recorded, found))
-        yield f"{where}, tensor {name}: hash {was} was recorded, {now} is computed"
+    if recorded and found and (tensor := first_difference(recorded, found)):
+        was, now = (str(state.get(tensor))[:SHOWN] for state in (recorded, found))
+        yield f"{where}, tensor {tensor}: hash {was} was recorded, {now} is computed"
 
 
 def scratch_folder() -> tempfile.TemporaryDirectory[str]:

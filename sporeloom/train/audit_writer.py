@@ -37,6 +37,7 @@ class AuditWriter:
         steps_done: int,
     ):
         self.every, self.engine = run.config.audit_every, engine
+        self.saves = bool(run.config.save_every or run.config.save_minutes)
         self.settings = json.loads(json_text(settings))
         self.snapshot, self.sample_ids = snapshot, sample_ids
         self.configuration = digest(self.settings)
@@ -61,7 +62,8 @@ class AuditWriter:
         if not self._pending:
             return
         if is_last or self._pending["step"] % self.every == 0:
-            self._write({"state": self._state(self.snapshot())})
+            saved = {"saved": True} if is_last and self.saves else {}  # the last state is saved next
+            self._write({"state": self._state(self.snapshot()), **saved})
         else:
             self._write({})
 

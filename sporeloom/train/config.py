@@ -32,6 +32,7 @@ from sporeloom.train.flags import (
     RunFlags,
 )
 from sporeloom.train.groups import ParameterGroups
+from sporeloom.train.prediction import Prediction
 from sporeloom.train.sample_flags import SampleFlags
 from sporeloom.train.schedule_flags import ScheduleFlags
 from sporeloom.train.schedules import learning_rate
@@ -156,6 +157,8 @@ class Run:
     """Initial loss scale; None: the loss is not scaled."""
     random_ltd: RandomLTD | None = None
     """Layers that drop tokens."""
+    prediction: Prediction | None = None
+    """Predicted time and memory of a step."""
     groups: ParameterGroups | None = None
     """Parameters with a learning rate or weight decay of their own, and frozen ones."""
 

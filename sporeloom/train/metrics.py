@@ -55,6 +55,8 @@ class StepMetrics:
     """Model FLOPs utilization: these FLOP/s as a fraction of the peak of `--chip`."""
     hfu: float | None = None
     """Hardware FLOPs utilization: the same with recomputed FLOPs."""
+    predicted_step_time_s: float | None = None
+    """Predicted `step_time_s`, from `--predicted`."""
     compute_s: float | None = None
     """Seconds of the step in which the logging rank computes."""
     communication_s: float | None = None

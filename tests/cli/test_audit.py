@@ -88,12 +88,6 @@ def test_an_honest_run_on_a_mesh_runs_again_bit_for_bit(tmp_path):
     assert "steps 3 to 4: bit for bit as recorded" in outcome.output
 
 
-def test_an_honest_run_runs_again_from_its_beginning(honest):
-    outcome = audit(honest, "--segments", 1, "--seed", 2)
-    assert outcome.code == 0, outcome.output
-    assert "steps 1 to 2: bit for bit as recorded" in outcome.output
-
-
 def test_a_changed_record_is_named_and_nothing_runs(run):
     text = (run / FILE).read_text().splitlines()
     record = json.loads(text[4])
@@ -130,12 +124,12 @@ def test_a_forged_chain_is_caught_by_running_again(run):
     assert audit(run, "--segments", 0, "--head", head).code == 1
 
 
-def test_changed_data_are_named_and_missing_data_are_refused(honest, tmp_path):
+def test_changed_data_are_named_and_missing_data_are_refused(honest):
     text = honest.parent / "text.txt"
     before = text.read_text(encoding="utf-8")
     try:
-        text.write_text(before.replace("the", "teh", 1), encoding="utf-8")
-        outcome = audit(honest, "--segments", 1, "--seed", 1)
+        text.write_text(before.replace("小城", "大城", 1), encoding="utf-8")
+        outcome = audit(honest, "--segments", 1, "--seed", 0)
         assert outcome.code == 1, outcome.output
         assert "datasets was" in outcome.output
         text.unlink()

@@ -46,7 +46,7 @@ WITHOUT_EFFECT = (
 LEFT_OUT = {field.name for kind in WITHOUT_EFFECT for field in dataclasses.fields(kind)} | {
     *("output_dir", "launch", "overwrite", "record", "rewind_at_spike", "rerun_every", "find_nan", "skip_steps"),
 }
-"""Those, what depends on the folder, and steps to skip, which the chain names."""
+"""Flags that a repetition leaves out: these, what depends on the folder, and steps to skip, which the chain names."""
 READ = ("data", "tokenizer", "from_checkpoint", "config", "parameter_groups", "curriculum", "teacher")
 """Flags with files that a run reads."""
 COMPARED = ("data", "model", "strategy", "resolved")
@@ -184,7 +184,7 @@ def _command(chain: Chain, segment: Segment, out: Path) -> list[str]:
 
 
 def differences(chain: Chain, again: Chain, segment: Segment) -> Iterator[str]:
-    """What differs between a segment and its repetition, up to the first step and the first tensor."""
+    """List the differences between a segment and its repetition, up to the first step and the first tensor."""
     now = again.records[0]
     for part in COMPARED:
         was, found = segment.settings[part], now[START][part]
@@ -212,7 +212,7 @@ def differences(chain: Chain, again: Chain, segment: Segment) -> Iterator[str]:
 
 
 def _step_differences(record: Record, again: Record) -> Iterator[str]:
-    """What differs in a step: samples, loss and norm, and the first tensor; the latter last."""
+    """List the differences of a step: samples, loss and norm, and the first tensor; the latter last."""
     where = f"step {record['step']}"
     if record.get("samples") != again.get("samples"):
         yield f"{where}: other samples than recorded"

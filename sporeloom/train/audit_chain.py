@@ -52,7 +52,7 @@ def part_digests(slices: Mapping[str, LocalTensor]) -> dict[str, list[Any]]:
 
 
 def state_of_parts(of_ranks: Sequence[Mapping[str, list[Any]]]) -> State:
-    """Hashes of tensors from what all ranks say of their slices."""
+    """Compute the hashes of tensors from the digests of all ranks' slices."""
     parts: dict[str, list[Any]] = {}
     for of_rank in of_ranks:
         for name, part in of_rank.items():

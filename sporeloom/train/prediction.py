@@ -21,7 +21,7 @@ LEFT_OUT, MIN_STEPS = 2, 5
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a dry run says of a step."""
+    """A step as a dry run predicts it."""
 
     chip: str
     """Chip of the devices that the prediction is for."""

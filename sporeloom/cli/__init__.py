@@ -36,6 +36,7 @@ GROUPS = {
         "simulate": "Simulate a long job whose devices fail: goodput, its end, what checkpoints and spares buy",
         "certify": "Prove a strategy on this machine before a cluster is booked",
         "replay": "Run one recorded step of one rank again, alone, and compare it bit for bit",
+        "audit": "Verify a run by its hash chain, and run random stretches of it again, bit for bit",
         "bisect": "Name the first operator, rank and tensor in which two recorded runs differ",
         "rules": "List the operators of a custom network that sharding rules can name",
     },

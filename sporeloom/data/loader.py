@@ -97,6 +97,11 @@ class Loader:
         mixed = shuffled(np.arange(len(datasets)), len(datasets), self._key(f"step {step}"))
         return StepSamples(datasets[mixed], epochs[mixed], samples[mixed])
 
+    def sample_ids(self, step: int) -> dict[str, list[int]]:
+        """Dataset, epoch and sample of each row of `step`, on every rank."""
+        drawn = self.drawn(step)
+        return {name: getattr(drawn, name).tolist() for name in ("datasets", "epochs", "samples")}
+
     def samples(self, step: int) -> NDArray[np.int32]:
         """Tokens of `step`, (B, T+1), in the rows of this rank."""
         return self._read(step, self.drawn(step))[0]

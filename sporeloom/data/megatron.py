@@ -204,6 +204,10 @@ class MegatronLoader:
         ramp = min(step, len(self._first) - 1)
         return self.config.consumed_samples + int(self._first[ramp]) + (step - ramp) * self.sizes.batch_sizes[-1]
 
+    def sample_ids(self, step: int) -> list[int]:
+        """Numbers of the samples of `step` in the data set."""
+        return list(range(self.first_sample(step), self.first_sample(step + 1)))
+
     def first_token(self, step: int) -> int:
         """Number of tokens that were trained on before `step`, those of the original run included."""
         return self.first_sample(step) * self.sizes.longest

@@ -210,6 +210,10 @@ class StreamLoader:
         last = len(self.first) - 2
         return self.first[min(step, last)] + max(0, step - last) * self.sizes.batch_sizes[-1]
 
+    def sample_ids(self, step: int) -> list[int]:
+        """Numbers of the sequences of `step`, before they are shuffled within blocks."""
+        return list(range(self.first_sequence(step), self.first_sequence(step + 1)))
+
     def samples(self, step: int) -> NDArray[np.int32]:
         """Tokens of all sequences of a step, (B, T + 1).
 

@@ -19,6 +19,7 @@ from sporeloom.dry_run.time.report import step_report
 from sporeloom.models.parameters import num_parameters
 from sporeloom.planner.closed_forms import job_of, parameter_bytes
 from sporeloom.planner.dimensions import of_decoder
+from sporeloom.planner.errors import interval_values, time_interval
 from sporeloom.planner.memory import expert_parameters, stage_parameters
 from sporeloom.planner.parallelism import Parallelism
 from sporeloom.planner.task import adapter_parameters, auxiliary_bytes, task_memory
@@ -38,11 +39,13 @@ def summarize(run: DryRun, compiled: list[RankReport]) -> dict[str, Any]:
         for rank in run.ranks
         for stage in [mesh.coordinate(rank, "pp")]
     ]
-    values = {"job": _job(run, by_stage), "ranks": ranks}
+    values: dict[str, Any] = {"job": _job(run, by_stage), "ranks": ranks}
     if run.cluster and (step := compiled[0].step):
         dims, job = of_decoder(run.model, run.seq_len, run.task.has_drops), _job_of(run)
         adapters = max(adapter_parameters(run.task, dims, job)) if run.task.lora else 0
         values["time"] = step_report(step, dims, job, run.cluster, adapters)
+        interval = time_interval(dims, job, run.cluster, run.task)
+        values["time"] |= interval_values(interval, values["time"]["seconds"])
     return values
 
 
@@ -174,6 +177,7 @@ def _job(run: DryRun, by_stage: dict[int, RankReport]) -> dict[str, Any]:
         "virtual_stages": strategy.pipeline.virtual_stages,
         "schedule": strategy.pipeline.schedule,
         "engine": "spmd",
+        "compute_dtype": run.model.compute_dtype,
         "stages": stages,
         "imbalance": max(flops) / (sum(flops) / len(flops)) - 1,
         "replicated": _replicated(run, by_stage),

@@ -71,6 +71,9 @@ class Pretraining(Task):
             "random_ltd": self.run.random_ltd and dataclasses.asdict(self.run.random_ltd),
         }
 
+    def sample_ids(self, step: int) -> Any:
+        return self.loader.sample_ids(step)
+
     def batch(self, step: int) -> Sequence[NDArray[Any]]:
         return self.loader.batch(step)
 

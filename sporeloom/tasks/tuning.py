@@ -65,6 +65,9 @@ class Tuning(Task):
         key = int.from_bytes(hashlib.sha256(f"{self.config.seed} samples".encode()).digest()[:8], "big")
         return epoch_samples(step * count, count, self.num_samples, key)
 
+    def sample_ids(self, step: int) -> Any:
+        return self.samples(step).tolist()
+
     def held_out_lines(self) -> dict[str, tuple[Path, list[Line]]]:
         """Names of the validation sets -> path and lines; none where the run has none."""
         config = self.config

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from sporeloom.train.flags import DEFAULT_FOLDER, ValidationFlags
 from sporeloom.train.folder import earlier_run, folder_problems, settled
 from sporeloom.train.groups import ParameterGroups, read_groups
 from sporeloom.train.loss_scale import FLOAT16_INITIAL
+from sporeloom.train.prediction import Prediction, job_of_run, read_prediction
 from sporeloom.train.spikes import parse_steps
 from sporeloom.train.token_dropping import random_ltd_problems
 
@@ -87,6 +89,8 @@ def check(config: TrainingConfig, num_processes: int | None) -> Run:
     if config.certificate and model and strategy:
         problems.of(_check_certificate, config, config.certificate, family, model, strategy, seq_len, lora)
     groups = problems.of(_groups, config, model, lora) if model and config.parameter_groups else None
+    predicted = config.predicted and model and strategy and sizes
+    prediction = problems.of(_prediction, config, model, strategy, sizes, lora) if predicted else None
     problems += _folder_problems(config)
     numbers = problems.of(_schedule_numbers, config) if family and config.steps > 0 else None
     problems.raise_if_any()
@@ -103,7 +107,27 @@ def check(config: TrainingConfig, num_processes: int | None) -> Run:
         loss_scale=loss_scale,
         random_ltd=random_ltd,
         groups=groups,
+        prediction=prediction,
     )
+
+
+def _prediction(
+    config: TrainingConfig, model: ModelConfig, strategy: Strategy, sizes: Sizes, lora: LoRAConfig | None
+) -> Prediction:
+    """Read the predicted time of a step.
+
+    Raises:
+        ConfigError: it is that of another job, or steps are of several sizes.
+    """
+    assert config.predicted
+    if len(sizes.shapes()) > 1:
+        raise ConfigError(
+            f"--predicted {config.predicted}: one prediction does not fit steps of several sizes; leave it out"
+        )
+    adapters = sum(map(math.prod, lora.shapes(model).values())) if lora else 0
+    (shape,) = sizes.shapes()
+    microbatches = strategy.num_microbatches(config.accumulate)
+    return read_prediction(config.predicted, job_of_run(config.task, model, strategy, shape, microbatches, adapters))
 
 
 def _flag_problems(config: TrainingConfig) -> Iterator[str]:
@@ -113,6 +137,7 @@ def _flag_problems(config: TrainingConfig) -> Iterator[str]:
     yield from config.tracking_problems()
     yield from config.sample_problems()
     yield from config.evaluation_problems()
+    yield from config.audit_problems(config.output_dir)
     yield from _ema_and_certificate(config)
     yield from config.elastic_problems(ElasticStart.of_environment() is not None)
 

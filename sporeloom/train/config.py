@@ -17,6 +17,7 @@ from sporeloom.models.config import ModelConfig
 from sporeloom.models.parameters import Shapes, parameter_shapes
 from sporeloom.strategy.certificate import about_task
 from sporeloom.strategy.config import Strategy
+from sporeloom.train.audit_flags import AuditFlags
 from sporeloom.train.evaluation_flags import EvaluationFlags
 from sporeloom.train.flags import (
     CheckpointFlags,
@@ -31,6 +32,7 @@ from sporeloom.train.flags import (
     RunFlags,
 )
 from sporeloom.train.groups import ParameterGroups
+from sporeloom.train.prediction import Prediction
 from sporeloom.train.sample_flags import SampleFlags
 from sporeloom.train.schedule_flags import ScheduleFlags
 from sporeloom.train.schedules import learning_rate
@@ -44,6 +46,7 @@ class TrainingConfig(
     TrackingFlags,
     EvaluationFlags,
     SampleFlags,
+    AuditFlags,
     CheckpointFlags,
     FaultFlags,
     ElasticFlags,
@@ -152,6 +155,8 @@ class Run:
     """Initial loss scale; None: the loss is not scaled."""
     random_ltd: RandomLTD | None = None
     """Layers that drop tokens."""
+    prediction: Prediction | None = None
+    """Predicted time and memory of a step."""
     groups: ParameterGroups | None = None
     """Parameters with a learning rate or weight decay of their own, and frozen ones."""
 

@@ -32,6 +32,7 @@ OWN = (
     "metrics.jsonl",
     "summary.json",
     "history.json",
+    "audit.jsonl",
     "tensorboard",
     "samples.jsonl",
     "profile.json",

@@ -55,6 +55,14 @@ class StepMetrics:
     """Model FLOPs utilization: these FLOP/s as a fraction of the peak of `--chip`."""
     hfu: float | None = None
     """Hardware FLOPs utilization: the same with recomputed FLOPs."""
+    predicted_step_time_s: float | None = None
+    """Predicted `step_time_s`, from `--predicted`."""
+    compute_s: float | None = None
+    """Seconds of the step in which the logging rank computes."""
+    communication_s: float | None = None
+    """Seconds of the step in which it communicates and does not compute (exposed communication); CPU processes alone."""
+    data_s: float | None = None
+    """Seconds of the step in which it waits for its batch."""
     more: Mapping[str, Any] = field(default_factory=dict)
     """Further metrics of the task."""
 

@@ -20,6 +20,8 @@ from sporeloom.train.history import METRICS, History
 CONFIG, SUMMARY = "config.json", "summary.json"
 Points = list[tuple[int, float]]
 """Values of a metric by step, finite ones only."""
+SPLIT = ("compute_s", "communication_s", "data_s")
+"""Metrics that divide the time of a step."""
 MAX_VALUE = 1e300
 """Larger values are as good as infinite: their differences are."""
 
@@ -85,6 +87,12 @@ class RecordedRun:
         """Median over the steps: the first one of a process is slower."""
         values = [value for _, value in self.points("tokens_per_s")]
         return statistics.median(values) if values else None
+
+    @property
+    def time_split(self) -> tuple[float, ...] | None:
+        """Shares of computation, exposed communication and data in the time of all steps; None: an earlier release ran."""
+        totals = [sum(value for _, value in self.points(name)) for name in SPLIT]
+        return tuple(total / sum(totals) for total in totals) if sum(totals) else None
 
 
 def _is_finite(value: Any) -> bool:

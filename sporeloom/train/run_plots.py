@@ -14,8 +14,10 @@ MARKS = string.ascii_letters
 """Marks of the newest runs, which the plot has."""
 OVERLAP = "*"
 WIDTH, HEIGHT = 72, 16
-HEAD = ("", "run", "model", "mesh", "steps", "loss", "validation", "tokens/s", "status", "started")
-NUMBERS = ("steps", "loss", "validation", "tokens/s")
+SPLIT_HEAD = "comp/comm/data"
+"""Heading of the shares of computation, exposed communication and data in the time of steps."""
+HEAD = ("", "run", "model", "mesh", "steps", "loss", "validation", "tokens/s", SPLIT_HEAD, "status", "started")
+NUMBERS = ("steps", "loss", "validation", "tokens/s", SPLIT_HEAD)
 """Columns that are aligned at the right."""
 
 
@@ -34,6 +36,7 @@ def cells(run: RecordedRun) -> tuple[str, ...]:
         number(run.last("loss"), ".4f"),
         number(run.last("validation/loss"), ".4f"),
         number(run.tokens_per_s, ",.0f"),
+        "/".join(f"{share:.0%}" for share in run.time_split or ()) or "-",
         run.status,
         time.strftime("%Y-%m-%d %H:%M", time.localtime(run.began)),
     )

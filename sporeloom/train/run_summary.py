@@ -7,7 +7,7 @@ import contextlib
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -63,6 +63,14 @@ class RunTimes:
         if before is not None and after is not None:
             self.seconds["communication"] = self.seconds.get("communication", 0.0) + after - before
             self.seconds["compute"] -= after - before
+
+    def since(self, earlier: Mapping[Activity, float]) -> dict[str, float]:
+        """Seconds of a step by activity, from `seconds` as they were before it. Keys are those of metrics."""
+        activities: tuple[Activity, ...] = ("compute", "communication", "data")
+        spent = {
+            f"{name}_s": self.seconds[name] - earlier.get(name, 0.0) for name in activities if name in self.seconds
+        }
+        return {name: round(seconds, 6) for name, seconds in spent.items()}
 
     def add_step(self, tokens: int, flops: StepFlops | None) -> None:
         """Count a step."""

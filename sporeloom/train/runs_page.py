@@ -15,6 +15,9 @@ CHARTS = (
     ("validation/loss", "Validation loss"),
     ("tokens_per_s", "Tokens per second"),
     ("mfu", "MFU"),
+    ("compute_s", "Computation in a step, seconds"),
+    ("communication_s", "Exposed communication in a step, seconds"),
+    ("data_s", "Data in a step, seconds"),
     ("grad_norm", "Gradient norm"),
     ("learning_rate", "Learning rate"),
 )

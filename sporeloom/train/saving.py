@@ -87,6 +87,7 @@ class Saver:
         add_files: puts what else belongs to a checkpoint, the tokenizer, into its folder.
         last_step: the step whose state is saved already.
         memory: folder in memory for the newest state of an elastic run, and the interval in steps at which it is written.
+        before_saving: called with a step and this rank's slices of its state before they are written.
     """
 
     def __init__(
@@ -104,11 +105,12 @@ class Saver:
         in_background: bool = False,
         last_step: int | None = None,
         memory: tuple[Path, int] | None = None,
+        before_saving: Callable[[int, Mapping[str, LocalTensor]], None] = lambda step, slices: None,
     ):
         self.cell, self.engine, self.report, self.root = cell, engine, report, root
         self.about, self.add_files = about, add_files
         self.every, self.minutes, self.keep_last, self.in_background = every, minutes, keep_last, in_background
-        self.last_step, self.memory = last_step, memory
+        self.last_step, self.memory, self.before_saving = last_step, memory, before_saving
         self.stop_requested = False
         self._last_time = time.monotonic()
         self._thread: threading.Thread | None = None
@@ -148,7 +150,9 @@ class Saver:
     def _begin(self, step: int, root: Path) -> None:
         """Write the state to a folder of states, in the background if the run does so."""
         self.wait()
-        arguments = (root, step, self._snapshot(), self.about())
+        slices = self.snapshot()
+        self.before_saving(step, slices)
+        arguments = (root, step, slices, self.about())
         if self.in_background:
             self._thread = threading.Thread(target=self._write_and_remember, args=arguments)
             self._thread.start()
@@ -179,7 +183,7 @@ class Saver:
             error, self._error = self._error, None
             raise error
 
-    def _snapshot(self) -> dict[str, LocalTensor]:
+    def snapshot(self) -> dict[str, LocalTensor]:
         """This rank's part of the state: what no other rank writes."""
         result = {}
         parameters = state_parameters(self.cell)

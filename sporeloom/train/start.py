@@ -28,9 +28,11 @@ from sporeloom.nn.flash import has_flash
 from sporeloom.parallel.parallelize import parallelize, wrap
 from sporeloom.parallel.report import Report
 from sporeloom.parallel.step import TrainStep
+from sporeloom.planner.cluster import chips
 from sporeloom.runtime.engine import Engine
 from sporeloom.runtime.spmd.drawing import drawing_later
 from sporeloom.train.adafactor import Adafactor
+from sporeloom.train.audit_writer import AuditWriter
 from sporeloom.train.checks import is_sharded
 from sporeloom.train.config import Run
 from sporeloom.train.ema import WithAverages
@@ -42,6 +44,7 @@ from sporeloom.train.loss_scale import LossScale
 from sporeloom.train.muon import ITERATIONS, Muon
 from sporeloom.train.narrow_states import adamw
 from sporeloom.train.optim import SGD, AdamW
+from sporeloom.train.prediction import MeasuredSteps
 from sporeloom.train.profile import Profile
 from sporeloom.train.run_summary import RunTimes
 from sporeloom.train.samples import Samples
@@ -77,6 +80,10 @@ class Training:
     profile: Profile | None = None
     """Recorder of some steps."""
     times: RunTimes = dataclasses.field(default_factory=RunTimes)
+    measured: MeasuredSteps | None = None
+    """Measured times of steps, where there is a predicted one."""
+    audit: AuditWriter | None = None
+    """Writer of the hash chain, where the run has one."""
     history: History | None = None
     """Starts of the run; the logging rank has it."""
     compiled: set[tuple[int, ...]] = dataclasses.field(default_factory=set)
@@ -102,6 +109,7 @@ def start(run: Run) -> Training:
     run = _with_shared_folder(run, engine)
     config = run.config
     _check_target(run, engine)
+    _check_prediction(run, engine)
     engine.backend.watch_for(config.watchdog_s)
     if config.record:
         engine.backend.record(config.output_dir, config.record)
@@ -179,6 +187,17 @@ def _check_target(run: Run, engine: Engine) -> None:
         )
 
 
+def _check_prediction(run: Run, engine: Engine) -> None:
+    """Raises:
+    ConfigError: the step was predicted for other devices than this process has.
+    """
+    if run.prediction and engine.target == "CPU" and run.prediction.chip in chips():
+        raise ConfigError(
+            f"--predicted {run.config.predicted}: of a step on {run.prediction.chip}, and this process computes on CPUs; "
+            "measure them with `sporeloom calibrate`, and give its file as --cluster of the dry run"
+        )
+
+
 def _told_of_attention(engine: Engine, net: nn.Cell) -> str:
     """Describe the attention implementation of a network that has FlashAttention."""
     if engine.target == "Ascend":
@@ -236,7 +255,10 @@ def _build_step(run: Run, engine: Engine, task: Task, net: nn.Cell, report: Repo
     batches = Prefetcher(task.inputs, config.steps)
     utilization = Utilization(run, engine.target)
     guard = SpikeGuard(config.rewind_at_spike, config.spike_window) if config.rewind_at_spike else None
-    return Training(run, engine, task, report, step.set_train(), optimizer, batches, scale, utilization, guard)
+    measured = MeasuredSteps(run.prediction) if run.prediction else None
+    return Training(
+        run, engine, task, report, step.set_train(), optimizer, batches, scale, utilization, guard, measured=measured
+    )
 
 
 def _optimizer(run: Run, engine: Engine, net: nn.Cell, report: Report) -> AdamW | SGD | Adafactor | Muon:

@@ -189,6 +189,8 @@ def rewind(training: Training, guard: SpikeGuard, saver: Saver, step: int) -> No
     engine.barrier()
     found, manifest = newest_complete(folder, engine)
     _take_up(training, found, manifest)
+    if training.audit:
+        training.audit.rewind(manifest.step, step)
     if training.history:
         training.history.rewind(training.run.config.output_dir, manifest.step + 1, step)
     training.say(f"step {step}: a spike of the loss; back to {found}, without steps {manifest.step + 1}-{step}")

@@ -78,6 +78,14 @@ class Task(ABC):
     def batch(self, step: int) -> Sequence[NDArray[Any]]:
         """Inputs of `step`, counted from 0, without dropout's keys."""
 
+    def sample_ids(self, step: int) -> Any:
+        """Numbers of the samples of `step`, counted from 0, as JSON; the audit refuses tasks without any.
+
+        Raises:
+            NotImplementedError: the task has none.
+        """
+        raise NotImplementedError(type(self).__name__)
+
     def first_token(self, step: int) -> int:
         """Number of tokens in the steps before `step`."""
         rows, length = self.run.sizes.of_step(step)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 from sporeloom.core.command_line import option
@@ -40,6 +41,11 @@ class TrackingFlags:
         None, "name of the run in TensorBoard and trackers (default: the name of the output folder)"
     )
     project: str | None = option(None, "project of the run in trackers (default: sporeloom)")
+    predicted: Path | None = option(
+        None,
+        "report of `sporeloom dry-run --time --json` of this job, whose predicted step time is written next to the measured "
+        "one (default: none)",
+    )
     profile: str | None = option(
         None,
         "steps to profile, as 11-13 or 11: CPU processes write one Chrome trace of all ranks to profile.json of the output "

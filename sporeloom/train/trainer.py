@@ -16,13 +16,13 @@ from safetensors import SafetensorError
 
 from sporeloom.checkpoint.manifest import FOLDER
 from sporeloom.core.errors import ConfigError
-from sporeloom.core.files import recover_folder, remove, write_text_atomically
+from sporeloom.core.files import recover_folder, remove
 from sporeloom.core.json_text import json_text
 from sporeloom.core.lines import first_line
 from sporeloom.core.locks import one_writer
-from sporeloom.parallel.report import Report
 from sporeloom.runtime.engine import Engine
 from sporeloom.runtime.environment import is_first_process
+from sporeloom.train.audit_writer import AuditWriter
 from sporeloom.train.config import FLOAT32_BYTES, Run
 from sporeloom.train.elastic_start import ElasticStart
 from sporeloom.train.evaluations import Evaluations
@@ -34,13 +34,14 @@ from sporeloom.train.loading import averaged_weights, begin_averages, start_from
 from sporeloom.train.metrics import MetricsWriter, StepMetrics
 from sporeloom.train.optim import set_number
 from sporeloom.train.rerun import run_twice
+from sporeloom.train.resolved import settings_of, write_resolved
 from sporeloom.train.run_summary import FILE as SUMMARY
 from sporeloom.train.run_summary import PeakMemory, describe, write_summary
 from sporeloom.train.samples import Samples
-from sporeloom.train.saving import Saver, versions
+from sporeloom.train.saving import Saver
 from sporeloom.train.spikes import parse_steps
 from sporeloom.train.start import Training, compile_for, start
-from sporeloom.train.state import SCHEDULE, make_saver, resume, rewind
+from sporeloom.train.state import make_saver, resume, rewind
 from sporeloom.train.tensorboard import TensorBoard
 from sporeloom.train.trackers import GuardedTracker, TrackedRun, Tracker, mark_failed, open_trackers, reporting_to
 from sporeloom.train.utilization import uncounted
@@ -86,7 +87,7 @@ def _train(run: Run) -> Path | None:
         if config.overwrite:
             clear(config.output_dir)
         point_to(config.output_dir)
-        _write_resolved(training.run, training.report)
+        write_resolved(training.run, training.report)
     training.engine.barrier()  # another rank writes to the folder next
     if config.from_checkpoint and (run.lora or not config.resume):
         start_from(
@@ -102,7 +103,11 @@ def _train(run: Run) -> Path | None:
         begin_averages(training.step, training.engine, training.report)
     if steps_done < config.steps:
         training.task.begin(training.step, steps_done)
+    if 0 < config.stop_after <= steps_done:
+        raise ConfigError(f"--stop-after {config.stop_after}: {steps_done} steps are done; give a later one")
     saver = make_saver(training, steps_done)  # after the schedule of the resumed run is known
+    if config.audit_every:
+        _begin_audit(training, saver, steps_done)
     if config.chip and (what := uncounted(run)):
         training.say(f"--chip {config.chip}: no MFU and HFU, because the FLOPs of {what} are not counted")
     if not training.engine.is_log_rank:
@@ -148,6 +153,15 @@ def _steps_and_model(training: Training, trackers: list[Tracker], saver: Saver, 
     return config.checkpoint_dir
 
 
+def _begin_audit(training: Training, saver: Saver, steps_done: int) -> None:
+    """Begin the hash chain of the run, or continue it."""
+    run, task = training.run, training.task
+    verb = "train" if run.config.task == "pretraining" else run.config.task
+    settings = {"verb": verb, "folder": str(Path.cwd()), **settings_of(run), "data": task.data_state()}
+    training.audit = AuditWriter(run, training.engine, settings, saver.snapshot, task.sample_ids, steps_done)
+    saver.before_saving = training.audit.before_saving
+
+
 def _trackers(training: Training, history: History, steps_done: int) -> list[Tracker]:
     """Begin the run in TensorBoard and at the trackers of its configuration."""
     run, config = training.run, training.run.config
@@ -156,7 +170,7 @@ def _trackers(training: Training, history: History, steps_done: int) -> list[Tra
         name=config.run_name or config.output_dir.resolve().name or "run",
         id=history.id,
         folder=config.output_dir,
-        settings=json.loads(json_text(_settings(run))),
+        settings=json.loads(json_text(settings_of(run))),
         steps_done=steps_done,
     )
     return [GuardedTracker("TensorBoard", lambda: TensorBoard(tracked)), *open_trackers(config.tracker, tracked)]
@@ -173,9 +187,12 @@ def _summarize(training: Training) -> None:
             "starts": len(history.starts),
             "goodput": None if goodput is None else round(goodput, 4),
             **memory,
+            **(training.measured.summary() if training.measured else {}),
         }
         write_summary(folder, summary)
         training.say(describe(summary))
+        if training.measured and (line := training.measured.last_words()):
+            training.say(line)
     elif history:
         (
             folder / SUMMARY
@@ -196,6 +213,8 @@ def run_steps(
         if any(step in steps for steps in left_out):
             if writer:
                 writer.pass_over()
+            if training.audit:
+                training.audit.skip(step)
         else:
             if training.profile:
                 training.profile.begin_step(step)
@@ -203,6 +222,8 @@ def run_steps(
             if training.profile:
                 training.profile.end_step(step)
             is_spike = guard is not None and training.engine.broadcast_value(guard.is_spike(metrics.loss), log_rank)
+            if training.audit:
+                training.audit.begin(metrics)
             if training.validation and not is_spike and training.validation.is_due(step, run.config.steps):
                 metrics = _validated(training, training.validation, metrics, saver)
             last_step = step if _is_over(training, step) else run.config.steps
@@ -220,8 +241,12 @@ def run_steps(
                 rewind(training, guard, saver, step)
                 continue
             first, last = first or metrics, metrics
+        if 0 < run.config.stop_after <= step:
+            saver.request_stop()
         with training.times.measure("checkpoint"):
             is_stopped = saver.after_step(step)
+            if training.audit:
+                training.audit.end(_is_over(training, step))
         if is_stopped:
             break
     if training.profile:
@@ -268,7 +293,7 @@ def _one_step(training: Training, step: int) -> StepMetrics:
     scale = training.loss_scale
     if scale:
         set_number(training.step.loss_scale, scale.value)
-    used_scale = scale.value if scale else None
+    used_scale, earlier = scale.value if scale else None, dict(training.times.seconds)
     with training.times.measure("data"):
         inputs = training.batch(step - 1)
     engine.backend.begin_step(step)
@@ -293,6 +318,11 @@ def _one_step(training: Training, step: int) -> StepMetrics:
     training.times.add_step(tokens, flops)
     told_loss = math.nan if is_lost else values[0]  # a spike, whatever the loss before the update was
     rates = training.utilization.rates(tokens, flops, seconds)
+    rates |= training.times.since(earlier)
+    if training.measured:
+        rates["predicted_step_time_s"] = training.measured.prediction.step_time_s
+        if note := training.measured.add(seconds):
+            training.say(note)
     return StepMetrics(step, told_loss, rate, norm_or_none, seconds, tokens / seconds, used_scale, **rates, more=more)
 
 
@@ -362,25 +392,3 @@ def _not_written(folder: Path, error: OSError | SafetensorError, saver: Saver) -
         return f"{told}no state was saved, so it has to be trained again, with --save-every after room was made"
     state = saver.root / FOLDER.format(saver.last_step)
     return f"{told}{state} has its state: make room, then give the same command with --resume to write it"
-
-
-def _settings(run: Run) -> dict[str, Any]:
-    """The settings that the run really uses."""
-    return {
-        # A run file that repeats it, from the beginning; what it was read from is all in it.
-        "train": {
-            k: str(v) if isinstance(v, Path) else v
-            for k, v in {**dataclasses.asdict(run.config), "resume": False, "overwrite": False}.items()
-            if k != "run"
-        },
-        "model": run.model.to_dict(),
-        "strategy": {k: v for k, v in dataclasses.asdict(run.strategy).items() if k not in ("rules", "lines")},
-        "resolved": {name: getattr(run, name) for name in ("seq_len", *SCHEDULE)},
-        "versions": versions(),
-    }
-
-
-def _write_resolved(run: Run, report: Report) -> None:
-    """Write the settings of the run and the shards of its parameters next to its metrics."""
-    text = json_text({**_settings(run), "parallel": report.to_dict()}, indent=2, ensure_ascii=False) + "\n"
-    write_text_atomically(run.config.output_dir / "config.json", text)

@@ -57,7 +57,9 @@ def test_a_run_leaves_metrics_configuration_scalars_and_a_checkpoint(one_device)
     lines = [json.loads(line) for line in (one_device / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     own = {"step", "loss", "learning_rate", "grad_norm", "step_time_s", "tokens_per_s"}
+    own |= {"compute_s", "data_s"}  # one device communicates nothing
     assert set(lines[0]) == {*own, "tokens_per_s_per_device", "flops_per_s_per_device"}
+    assert all(0 < line["compute_s"] + line["data_s"] <= line["step_time_s"] + 1e-3 for line in lines)
     assert lines[-1]["loss"] < lines[0]["loss"]
     resolved = json.loads((one_device / "config.json").read_text())
     assert resolved["train"]["steps"] == 6

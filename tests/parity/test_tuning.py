@@ -46,7 +46,10 @@ TASKS = {
     ),
     "kto": ("KTOConfig", {"undesirable_weight": 1.5, "learning_rate": 1e-4}),
 }
-SPEED = {"step_time_s", "tokens_per_s", "tokens_per_s_per_device", "flops_per_s_per_device"}
+SPEED = {
+    *("step_time_s", "compute_s", "communication_s", "data_s"),
+    *("tokens_per_s", "tokens_per_s_per_device", "flops_per_s_per_device"),
+}
 PAIRS = ("reward", "reward_lora", "dpo", "orpo")
 ADAPTERS = ("lora", "reward_lora", "distill_lora")
 REWARD = """

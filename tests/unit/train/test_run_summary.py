@@ -66,6 +66,25 @@ def test_a_block_that_fails_counts(clock):
     assert times.seconds == {"data": 4.0}
 
 
+def test_a_step_is_divided_into_computation_communication_and_data(clock):
+    times, communicated = RunTimes(began=clock[0]), [5.0]
+    for data, computing, communicating in ((9.0, 9.0, 9.0), (0.5, 2.0, 1.0)):
+        earlier = dict(times.seconds)
+        with times.measure("data"):
+            clock[0] += data
+        with times.measure_step(lambda: communicated[0]):
+            clock[0] += computing + communicating
+            communicated[0] += communicating
+    assert times.since(earlier) == {"compute_s": 2.0, "communication_s": 1.0, "data_s": 0.5}
+
+
+def test_unknown_communication_is_left_out(clock):
+    times = RunTimes(began=clock[0])
+    with times.measure_step(lambda: None):
+        clock[0] += 3.0
+    assert times.since({}) == {"compute_s": 3.0}
+
+
 def test_the_line_says_shares_throughput_and_memory(clock):
     assert describe(run_of(clock)) == (
         "20.0 s: compile 30%, compute 50%, checkpoint 15%, other 5%; 500 tokens/s while computing, "

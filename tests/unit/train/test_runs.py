@@ -46,11 +46,35 @@ def test_each_run_has_a_line_the_oldest_first(tmp_path, capsys):
     write_run(tmp_path / "first", [4.0, 3.0, 2.5, 2.25], config="small/two_layers.json")
     assert main([str(tmp_path)]) == 0
     head, *rows = columns(capsys.readouterr().out)
-    assert head == ["run", "model", "mesh", "steps", "loss", "validation", "tokens/s", "status", "started"]
-    assert [row[:-1] for row in rows] == [
-        ["a", "first", "pangu two_layers", "dp2 tp4", "4", "2.2500", "-", "250", "finished"],
-        ["b", "second", "pangu tiny", "dp2 tp4", "2 of 9", "3.0000", "-", "150", "stopped"],
+    assert head == [
+        "run",
+        "model",
+        "mesh",
+        "steps",
+        "loss",
+        "validation",
+        "tokens/s",
+        "comp/comm/data",
+        "status",
+        "started",
     ]
+    assert [row[:-1] for row in rows] == [
+        ["a", "first", "pangu two_layers", "dp2 tp4", "4", "2.2500", "-", "250", "-", "finished"],
+        ["b", "second", "pangu tiny", "dp2 tp4", "2 of 9", "3.0000", "-", "150", "-", "stopped"],
+    ]
+
+
+def test_the_table_and_the_page_divide_the_time_of_steps(tmp_path, capsys):
+    folder = write_run(tmp_path / "run", [4.0, 3.0])
+    times = [(1.0, 0.5, 0.0), (5.0, 2.5, 1.0)]
+    steps = [
+        {"step": n, "loss": 4.0, "compute_s": compute, "communication_s": communication, "data_s": data}
+        for n, (compute, communication, data) in enumerate(times, 1)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    assert main([str(folder), "--html", str(tmp_path / "page.html")]) == 0
+    assert columns(capsys.readouterr().out)[1][8] == "60%/30%/10%"
+    assert "Exposed communication in a step, seconds" in (tmp_path / "page.html").read_text()
 
 
 def test_a_run_is_named_as_it_was_asked_to_be(tmp_path):

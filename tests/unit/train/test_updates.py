@@ -46,7 +46,7 @@ def training_of(norms, monkeypatch, skip_steps=(), scaled=True, optimizer=None):
     monkeypatch.setattr(trainer, "compile_for", lambda *_: None)
     given = iter(norms)
     config = SimpleNamespace(
-        steps=len(norms) + len(skip_steps), rerun_every=0, skip_steps=skip_steps, max_skipped_steps=0
+        steps=len(norms) + len(skip_steps), stop_after=0, rerun_every=0, skip_steps=skip_steps, max_skipped_steps=0
     )
     return SimpleNamespace(
         run=SimpleNamespace(
@@ -72,6 +72,8 @@ def training_of(norms, monkeypatch, skip_steps=(), scaled=True, optimizer=None):
         samples=None,
         evaluations=None,
         profile=None,
+        audit=None,
+        measured=None,
         updates=0,
         times=RunTimes(),
         utilization=SimpleNamespace(of_step=lambda *_: None, rates=lambda *_: {}),

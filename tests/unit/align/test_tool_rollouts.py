@@ -4,9 +4,12 @@
 import json
 from types import SimpleNamespace
 
+import mindspore
 import numpy as np
 import pytest
+from mindspore import Tensor
 
+from sporeloom.align.advantages import token_weights
 from sporeloom.align.tools import Tool, ToolError, Toolset
 from sporeloom.core.errors import ConfigError
 from sporeloom.data.chat_template import ChatTemplate, TemplatedTokenizer
@@ -14,6 +17,7 @@ from sporeloom.data.examples import Line, LineTokenizer, example_batch
 from sporeloom.data.special_tokens import SpecialTokens
 from sporeloom.data.tool_turns import ToolResult, ToolTurns
 from sporeloom.inference.formats import chat_format
+from sporeloom.nn.objectives import Policy
 from sporeloom.tasks.rollouts import Answer
 from sporeloom.tasks.run_tools import tool_metrics
 from sporeloom.tasks.tool_rollouts import TURN_STREAMS, AnswerReader, ToolRollouts
@@ -149,6 +153,28 @@ def test_the_loss_covers_sampled_tokens_whatever_the_tool_says(tmp_path):
     assert (found["5"].tokens != found["7"].tokens).sum() == 1
 
 
+def test_the_gradient_of_what_the_tool_says_is_zero(tmp_path):
+    """With a KL divergence, and one ratio a text: whatever a loss adds up over tokens."""
+    (text, other), prompts, _ = sampled(tmp_path, [[CALL, "It is 5."], ["No tool."]])
+    batch = example_batch([[each.example(prompts)] for each in (text, other)], 256)
+    mask, draw = batch.loss_weights, np.random.default_rng(1)
+    advantages = np.array([[1.0], [-1.0]]) * np.ones_like(mask)  # also where nothing was sampled
+    log_probs, old, reference = (draw.standard_normal(mask.shape) for _ in range(3))
+    log_probs[mask == 0] = -200.0  # a tool says what the model never would: exp(200) is infinite
+    mindspore.set_device("CPU")
+    mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
+    objective = Policy(0.2, None, 0.1, sequence_ratio=True)
+    inputs = [log_probs, token_weights(mask, "dapo", 256), advantages, old, reference, np.zeros_like(mask)]
+    tensors = [Tensor(each.astype(np.float32)) for each in inputs]
+    loss, numbers = objective.of(*tensors)
+    assert np.isfinite(float(loss)) and np.isfinite([float(number) for number in numbers]).all()
+    gradient = mindspore.grad(lambda *given: objective.of(*given)[0])(*tensors).asnumpy()
+    assert (gradient[mask > 0] != 0).all() and not gradient[mask == 0].any()
+    assert (mask[0] == 0).sum() > (mask[0, : len(PROMPT) - 1] == 0).sum() + len(
+        TURN
+    ) - 1  # those of the tool among them
+
+
 def test_several_calls_of_an_answer_run_in_its_order(tmp_path):
     (text,), *_ = sampled(tmp_path, [[call(a=1, b=1) + call(a=2, b=2), "done"]])
     said = [message["content"] for message in text.tools.messages if message["role"] == "tool"]
@@ -213,7 +239,10 @@ def test_an_end_that_the_template_does_not_write_stays_as_it_was_sampled(tmp_pat
     [
         (TEMPLATE.replace("tools or []", "[]"), "has no tools; give a template of a model that calls tools"),
         (TEMPLATE.replace("for m in messages", "for m in messages if m.role != 'tool'"), "leaves out what tools say"),
-        (TEMPLATE.replace("endfor %}<|end|>", "endfor %}{{ '' if m.tool_calls else '.' }}<|end|>"), "after a call than"),
+        (
+            TEMPLATE.replace("endfor %}<|end|>", "endfor %}{{ '' if m.tool_calls else '.' }}<|end|>"),
+            "after a call than",
+        ),
         (TEMPLATE.replace("{{ m.content }}", "{{ m.content }}{{ m.content }}"), "does not write an answer once"),
     ],
 )

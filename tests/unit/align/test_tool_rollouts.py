@@ -221,7 +221,7 @@ def test_no_conversation_exceeds_the_maximum_length(tmp_path):
 
 def test_what_is_sampled_does_not_depend_on_the_other_conversations(tmp_path):
     texts = [[CALL, "It is 5."], ["No tool."], [call(a=1, b=1), CALL, "x"]]
-    every, prompts, _ = sampled(tmp_path, texts)
+    every, *_ = sampled(tmp_path, texts)
     (first,), *_ = sampled(tmp_path, texts[:1])
     assert (first.tokens, first.are_sampled) == (every[0].tokens, every[0].are_sampled)
 

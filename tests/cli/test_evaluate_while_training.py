@@ -97,7 +97,10 @@ def test_data_that_cannot_be_loaded_end_a_run_before_its_first_step(folder, tmp_
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        (["--eval-every", "2"], "--eval-every: there is nothing to evaluate; give --eval-tasks, too"),
+        (
+            ["--eval-every", "2"],
+            "--eval-every: there is nothing to evaluate; give --eval-tasks or --eval-humaneval-x, too",
+        ),
         (["--eval-tasks", "none.yaml"], "--eval-tasks none.yaml: there is no such file"),
         (
             ["--eval-tasks", "x", "--eval-include-path", "nowhere"],

@@ -19,7 +19,7 @@ from sporeloom.data.tokenizer import ChatMessage, Prompt, Tokenizer
 
 
 class ToolResult(NamedTuple):
-    """What a tool said."""
+    """Output of a tool for a call."""
 
     call_id: str
     name: str

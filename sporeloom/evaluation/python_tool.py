@@ -14,7 +14,7 @@ FUNCTION = {
     "description": "Run a Python program, without a network, and return what it prints.",
     "parameters": {
         "type": "object",
-        "properties": {"code": {"type": "string", "description": "The program; print what you want to see."}},
+        "properties": {"code": {"type": "string", "description": "The program; print the results."}},
         "required": ["code"],
     },
 }

@@ -34,7 +34,7 @@ class SampledText:
     has_ended: bool
     """Whether the model ended it, not the maximum length."""
     tools: ToolUse | None = None
-    """Of a conversation with tools, their part in it."""
+    """Part of tools in a conversation with them."""
 
     def example(self, prompts: Sequence[PromptLine]) -> Example:
         """Prompt and text, of which the sampled tokens are trained on."""
@@ -61,7 +61,7 @@ class ToolUse:
     """The part of tools in a sampled text."""
 
     are_sampled: tuple[bool, ...]
-    """As `SampledText.are_sampled`."""
+    """See `SampledText.are_sampled`."""
     start: int
     """Position where the last answer begins."""
     messages: list[dict[str, Any]]

@@ -51,7 +51,7 @@ class Conversation:
     """Text before the next answer."""
     messages: list[dict[str, Any]]
     tokens: list[int] = field(default_factory=list)
-    """As those of `SampledText`, like the next three."""
+    """See `SampledText`, also for the next three."""
     are_sampled: list[bool] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     has_ended: bool = False

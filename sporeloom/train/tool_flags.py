@@ -63,7 +63,7 @@ class ToolFlags:
         yield from (f"--tools {' '.join(self.tools)}: two tools are named {name}; rename one" for name in twice)
 
     def tools_identity(self) -> dict[str, object]:
-        """What sampled conversations depend on, which a resumed run has in common; empty without tools."""
+        """Settings of sampled conversations, which a resumed run has in common; empty without tools."""
         if not self.tools:
             return {}
         contents = [name if name == PYTHON else identity(Path(name)) for name in self.tools]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs GRPO with tools for test_tool_training: half of the first answers are made to call one, all else is the model's own."""
+"""Runs GRPO with tools for test_tool_training: half of the first answers call one, all else is the model's own."""
 
 import json
 from importlib import import_module

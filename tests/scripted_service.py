@@ -14,10 +14,10 @@ from vocabularies import glm4_files
 
 from codegeex.tokenizer import open_tokenizer
 from sporeloom.data.chat_template import with_template
+from sporeloom.inference.formats import CALLS, REASONING, ChatFormat
 from sporeloom.inference.requests import NewToken
 from sporeloom.serve.app import build_app
 from sporeloom.serve.config import ServeConfig, ServedModel, ServeJob
-from sporeloom.serve.formats import CALLS, REASONING, ChatFormat
 from sporeloom.strategy.config import SINGLE_DEVICE
 
 TEMPLATE = """\

@@ -20,3 +20,10 @@ def names_the_lake(completions):
 def is_right(completions, near):
     """1 for an answer that names the place; `near` is a column of the prompts."""
     return [float(place in text) for text, place in zip(completions, near, strict=True)]
+
+
+def asks_first(completions, near, conversations):
+    """Half for an answer that names the place, half for one before which a tool was asked."""
+    right = is_right(completions, near)
+    asked = [any(message["role"] == "tool" for message in talk) for talk in conversations]
+    return [(one + other) / 2 for one, other in zip(right, asked, strict=True)]

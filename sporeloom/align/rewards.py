@@ -15,9 +15,10 @@ from sporeloom.align.reward_server import ServerLimits, is_url, server_reward
 from sporeloom.core.errors import ConfigError
 
 Reward = Callable[..., Sequence[float]]
-"""Called by keywords: `prompts` and `completions`, a text each, and columns of the prompts' lines, a list each; returns a
-number for each completion. One that takes `**columns` gets all there are."""
-RESERVED = ("prompts", "completions", "completion_ids")
+"""Called by keywords: `prompts` and `completions`, a text each, columns of the prompts' lines, a list each, and with tools
+`conversations`, a list of messages each; returns a number for each completion. One that takes `**columns` gets all there
+are."""
+RESERVED = ("prompts", "completions", "completion_ids", "conversations")
 """Names that no column may have: further arguments of the functions, here or in TRL."""
 
 
@@ -57,7 +58,12 @@ def reserved_problem(column: str) -> str:
 
 
 def rewards_of(
-    name: str, reward: Reward, prompts: Sequence[str], completions: Sequence[str], lines: Sequence[Mapping[str, Any]]
+    name: str,
+    reward: Reward,
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    lines: Sequence[Mapping[str, Any]],
+    conversations: Sequence[Sequence[Mapping[str, Any]]] | None = None,
 ) -> list[float]:
     """Call a function and check its rewards of the completions.
 
@@ -71,6 +77,7 @@ def rewards_of(
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in wanted.values())
     columns = {key for line in lines for key in line} - {"prompt"}
     given: dict[str, Any] = {"prompts": list(prompts), "completions": list(completions)}
+    given |= {} if conversations is None else {"conversations": list(conversations)}
     given |= {key: [line.get(key) for line in lines] for key in columns if takes_all or key in wanted}
     given = given if takes_all else {key: value for key, value in given.items() if key in wanted}
     try:

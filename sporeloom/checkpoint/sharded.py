@@ -61,8 +61,10 @@ def write_parts(folder: Path, rank: int, slices: Mapping[str, LocalTensor]) -> N
     write_text_atomically(folder / f"rank-{rank:05d}.json", json.dumps(entries))
 
 
-def finish(partial: Path, root: Path, num_ranks: int, step: int, about: Mapping[str, Any]) -> Path:
-    """Wait for the files of all ranks, write the manifest, and give the folder its name; then move `latest`.
+def finish(
+    partial: Path, root: Path, num_ranks: int, step: int, about: Mapping[str, Any], wait_s: float = WAIT_S
+) -> Path:
+    """Wait up to `wait_s` for the files of all ranks, write the manifest, and give the folder its name; then move `latest`.
 
     `about`: the fields of the manifest besides tensors and files.
 
@@ -70,7 +72,7 @@ def finish(partial: Path, root: Path, num_ranks: int, step: int, about: Mapping[
         TimeoutError: a rank did not write its part.
     """
     indices = [partial / f"rank-{rank:05d}.json" for rank in range(num_ranks)]
-    deadline = time.monotonic() + WAIT_S
+    deadline = time.monotonic() + wait_s
     for rank, index in enumerate(indices):
         while not index.exists():
             if time.monotonic() > deadline:

@@ -107,6 +107,7 @@ class LineTokenizer:
         learn_all: not only what an assistant says, but everything is to be learned.
         stop_ids: tokens at which generation stops, besides the end of documents.
         variables: of the chat template, besides transformers' own.
+        tools: functions that the prompts offer, in the form of OpenAI's API; prompts are then messages.
     """
 
     def __init__(
@@ -115,8 +116,9 @@ class LineTokenizer:
         learn_all: bool = False,
         stop_ids: Sequence[int] = (),
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Any] = (),
     ):
-        self.tokenizer, self.learn_all, self.variables = tokenizer, learn_all, variables
+        self.tokenizer, self.learn_all, self.variables, self.tools = tokenizer, learn_all, variables, tools
         self.stop_ids = {tokenizer.eod_id, *stop_ids}
 
     def examples(self, lines: Sequence[Line]) -> list[Example]:
@@ -196,6 +198,10 @@ class LineTokenizer:
 
     def _prompt(self, line: Line) -> PromptLine:
         given = line.values["prompt"]
+        if isinstance(given, str) and self.tools:
+            raise ConfigError(
+                f"{line.place}: prompt is a text, which offers no tools; give a list of messages, or leave --tools out"
+            )
         if isinstance(given, str):
             prompt = text_prompt(self.tokenizer, given)
         else:
@@ -205,7 +211,7 @@ class LineTokenizer:
         return PromptLine(prompt.tokens, prompt.text, line.values)
 
     def _chat_prompt(self, messages: Sequence[ChatMessage], is_open: bool = True) -> Prompt:
-        return chat_prompt(self.tokenizer, messages, is_open, self.variables)
+        return chat_prompt(self.tokenizer, messages, is_open, self.variables, self.tools)
 
     def _completed(self, prompt: str, completion: str) -> Example:
         """Tokenize a prompt that is a text, and its completion."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -145,7 +146,7 @@ def check(config: EvaluateConfig, num_processes: int | None) -> Evaluation:
     Raises:
         ConfigError: all problems at once.
     """
-    languages = tuple(NAMES) if config.language == ("all",) else tuple(_language(name) for name in config.language)
+    languages = benchmark_languages(config.language)
     if problems := _own_problems(config, languages):
         raise ConfigError(problems)
     if config.allow_execution:
@@ -188,12 +189,25 @@ def read_problems(data: Path, language: str) -> dict[str, Problem]:
     return found
 
 
-def _language(name: str) -> str:
-    """Find the benchmark's own name of a language."""
+def benchmark_languages(names: Sequence[str], flag: str = "--language") -> tuple[str, ...]:
+    """The benchmark's own names of languages; `all` stands for every one.
+
+    Raises:
+        ConfigError: it has no such language.
+    """
+    return tuple(NAMES) if tuple(names) == ("all",) else tuple(benchmark_language(name, flag) for name in names)
+
+
+def benchmark_language(name: str, flag: str = "--language") -> str:
+    """Find the benchmark's own name of a language.
+
+    Raises:
+        ConfigError: it has no such language.
+    """
     aliases = {"c++": "cpp", "javascript": "js", "py": "python"}
     language = aliases.get(name.lower(), name.lower())
     if language not in NAMES:
-        raise ConfigError(f"--language {name} is unknown; known: {', '.join(NAMES)}{did_you_mean(name, NAMES)}")
+        raise ConfigError(f"{flag} {name} is unknown; known: {', '.join(NAMES)}{did_you_mean(name, NAMES)}")
     return language
 
 
@@ -207,7 +221,7 @@ def _own_problems(config: EvaluateConfig, languages: tuple[str, ...]) -> list[st
         problems.append("--canonical has nothing to do without --allow-execution")
     if not config.checkpoint and not config.allow_execution:
         problems.append("nothing to do: give --checkpoint to generate samples, --allow-execution to judge them")
-    if config.translate_from and _language(config.translate_from) in languages:
+    if config.translate_from and benchmark_language(config.translate_from) in languages:
         problems.append(f"--translate-from {config.translate_from} is one of the languages to write")
     if config.num_samples > 1 and config.is_greedy:
         problems.append(
@@ -223,7 +237,7 @@ def _with_generation(evaluation: Evaluation, checkpoint: Path, num_processes: in
     generate = GenerateConfig(**{**{name: getattr(config, name) for name in shared}, "checkpoint": checkpoint})
     job = inference.check(generate, num_processes, [])
     prompter = prompter_of(job, config.prompt_form, config.system_prompt)
-    source_language = _language(config.translate_from) if config.translate_from else None
+    source_language = benchmark_language(config.translate_from) if config.translate_from else None
     source = read_problems(config.data, source_language) if source_language else {}
     by_number = {task.split("/")[-1]: problem for task, problem in source.items()}
     prompts: dict[str, dict[str, Prompt]] = {}

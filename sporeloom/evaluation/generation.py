@@ -87,7 +87,14 @@ def _repair(path: Path) -> None:
 
 
 def _append(path: Path, evaluation: Evaluation, language: str, wanted: SampleRequest, completion: Completion) -> None:
-    sample = {
+    sample = sample_of(evaluation, language, wanted, completion)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json_text(sample, ensure_ascii=False) + "\n")
+
+
+def sample_of(evaluation: Evaluation, language: str, wanted: SampleRequest, completion: Completion) -> Sample:
+    """The sample that a completion is."""
+    return {
         "task_id": wanted.task_id,
         "sample": wanted.sample,
         "language": language,
@@ -96,5 +103,3 @@ def _append(path: Path, evaluation: Evaluation, language: str, wanted: SampleReq
         "text": completion.text,
         "finish_reason": completion.finish_reason,
     }
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json_text(sample, ensure_ascii=False) + "\n")

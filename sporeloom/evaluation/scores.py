@@ -47,14 +47,23 @@ def judge_samples(evaluation: Evaluation) -> list[LanguageScore]:
         samples = [s for s in stored if s["language"] == language and s["task_id"] in problems]
         if config.canonical:
             samples = [_canonical(task, language, problem) for task, problem in problems.items()]
-        verdicts = _verdicts(evaluation, language, samples) if samples else "no samples"
-        if isinstance(verdicts, str):
-            scores.append(LanguageScore(language, skipped=verdicts))
-            continue
-        lines += [{**_key(sample), **asdict(verdict)} for sample, verdict in zip(samples, verdicts, strict=True)]
-        scores.append(_score(language, samples, verdicts, config.k))
+        score, verdicts = score_samples(evaluation, language, samples)
+        scores.append(score)
+        lines += [
+            {**_key(sample), **asdict(verdict)} for sample, verdict in zip(samples, verdicts, strict=bool(verdicts))
+        ]
     _write(evaluation, scores, lines)
     return scores
+
+
+def score_samples(
+    evaluation: Evaluation, language: str, samples: Sequence[Sample]
+) -> tuple[LanguageScore, list[Verdict]]:
+    """Run the samples of a language. Returns their score and verdicts; none where the language was skipped."""
+    verdicts = _verdicts(evaluation, language, samples) if samples else "no samples"
+    if isinstance(verdicts, str):
+        return LanguageScore(language, skipped=verdicts), []
+    return _score(language, samples, verdicts, evaluation.config.k), verdicts
 
 
 def _canonical(task: str, language: str, problem: Problem) -> Sample:

@@ -289,7 +289,8 @@ class Policy(TokenObjective):
             plain, clipped = -advantages * ratio, -advantages * self.upper(self.lower(known, self.high), self.low)
             is_plain = ops.cast(ops.stop_gradient(plain) >= clipped, mstype.float32)
             losses = plain * is_plain + clipped * (1.0 - is_plain)
-        divergence = self.divergence(log_probs, reference) * mask
+        # Masked before, too: of a token that nobody sampled the exponential may be infinite, which times 0 is NaN.
+        divergence = self.divergence(log_probs * mask, reference * mask) * mask
         if self.beta:
             losses = losses + self.beta * divergence
         loss = self.add_up(self.share_mul(losses, weights), (0, 1))

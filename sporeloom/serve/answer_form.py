@@ -8,12 +8,12 @@ from dataclasses import replace
 from functools import cached_property
 
 from sporeloom.data.tokenizer import Prompt
+from sporeloom.inference.formats import MarkedTokenizer
+from sporeloom.inference.parsing import MessageParser, after_first_call
 from sporeloom.inference.sampling import Processor
 from sporeloom.inference.session import StopConditions
 from sporeloom.serve.config import ServedModel
 from sporeloom.serve.fields import RequestError
-from sporeloom.serve.formats import MarkedTokenizer
-from sporeloom.serve.parsing import MessageParser, after_first_call
 from sporeloom.serve.requests import ChatRequest
 from sporeloom.serve.structured import Grammar, answer_grammars
 from sporeloom.serve.thinking import ThinkingBudget

@@ -15,12 +15,12 @@ from typing import Any
 
 from sporeloom.core.json_text import json_text
 from sporeloom.data.tokenizer import Tokenizer
+from sporeloom.inference.parsing import Delta, MessageParser, message_of
 from sporeloom.inference.requests import NewToken
 from sporeloom.inference.sampling import Processor, TokenScore, finite
 from sporeloom.inference.session import Completion, StopConditions
 from sporeloom.serve.config import ServedModel
 from sporeloom.serve.fields import RequestError
-from sporeloom.serve.parsing import Delta, MessageParser, message_of
 from sporeloom.serve.requests import ApiRequest, ChatRequest, CompletionRequest
 from sporeloom.serve.token_texts import token_by_id, token_offsets, token_text
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from sporeloom.inference.parsing import Delta
 from sporeloom.serve.answers import Choice, deltas_of
-from sporeloom.serve.parsing import Delta
 
 
 @dataclass

@@ -21,12 +21,12 @@ from sporeloom.data.documents import decode_text
 from sporeloom.data.tokenizer import Tokenizer, find_tokenizer, folder_tokenizer
 from sporeloom.inference.cache import cache_problems
 from sporeloom.inference.config import ComputeFlags
+from sporeloom.inference.formats import CALLS, PLAIN, REASONING, ChatFormat, chat_format
 from sporeloom.inference.pooling import Pooling
 from sporeloom.inference.speculation_config import DraftModel, SpeculationFlags, read_draft, speculation_problems
 from sporeloom.models.adapters import ADAPTER_CONFIG, base_folder, is_adapter_folder, is_reward_adapter
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import family_module
-from sporeloom.serve.formats import CALLS, PLAIN, REASONING, ChatFormat, chat_format
 from sporeloom.serve.hosts import AllowedHosts, AllowedOrigins
 from sporeloom.strategy.checks import launch_problems, model_problems
 from sporeloom.strategy.config import SINGLE_DEVICE, Strategy

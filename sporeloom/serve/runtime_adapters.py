@@ -12,11 +12,11 @@ from pathlib import Path
 from sporeloom.checkpoint.adapters import Adapter, ranks_of_several
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.log import milestone
+from sporeloom.inference.formats import chat_format
 from sporeloom.serve.adapter_slots import BUSY, AdapterLoad
 from sporeloom.serve.config import OtherBaseError, ServedModel, ServeJob, read_module
 from sporeloom.serve.constraint import vocabulary
 from sporeloom.serve.fields import Fields, RequestError, shown
-from sporeloom.serve.formats import chat_format
 from sporeloom.serve.service import Service
 from sporeloom.serve.work import Workers
 

@@ -14,8 +14,8 @@ from llguidance.gbnf_to_lark import any_to_lark
 from sporeloom.core.json_text import json_text
 from sporeloom.core.lines import first_line
 from sporeloom.data.tokenizer import Tokenizer
+from sporeloom.inference.formats import CallFormat, ChatFormat, Markers
 from sporeloom.serve.fields import Fields, RequestError, shown, text_of
-from sporeloom.serve.formats import CallFormat, ChatFormat, Markers
 from sporeloom.serve.messages import ToolUse
 
 ARGUMENTS = "arguments"

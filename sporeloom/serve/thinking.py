@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from sporeloom.data.tokenizer import Tokenizer
+from sporeloom.inference.formats import Markers, thinking_variable
 from sporeloom.inference.sampling import History, Logits
 from sporeloom.serve.config import ServedModel
 from sporeloom.serve.fields import RequestError
-from sporeloom.serve.formats import Markers, thinking_variable
 
 MAX_CHARACTER = 3
 """Tokens that may complete a character, of up to four bytes."""

@@ -54,13 +54,7 @@ class TaskEvaluator:
             checkpoint=config.output_dir, max_new_tokens=self.config.max_new_tokens, batch_size=num_rows
         )
         job = GenerateJob(asked, run.family, run.model, run.strategy, tokenizer, [])
-        shape = (job.num_rows, job.num_slots)
-        model = build_model(run.family, run.model, run.strategy, shape, weights_of=net.model, lora=run.lora)
-        for parameter in model.get_parameters():
-            if CACHE in parameter.name:
-                parameter.init_data()
-        session = Session(engine, cached(engine, model, run.model, *shape), StopConditions(tokenizer, job.stop_ids))
-        self.engine, self.model = engine, HarnessModel(engine, job, session)
+        self.engine, self.model = engine, HarnessModel(engine, job, open_session(run, engine, net, job))
 
     def metrics(self) -> dict[str, float]:
         """Scores and their standard errors, by task and metric. Random states stay as they are."""
@@ -72,6 +66,16 @@ class TaskEvaluator:
             if error is not None:
                 metrics[f"{task}/{name}_stderr"] = error
         return metrics
+
+
+def open_session(run: Run, engine: Engine, net: nn.Cell, job: GenerateJob) -> Session:
+    """Open a session with the parameters of the network that is trained."""
+    shape = (job.num_rows, job.num_slots)
+    model = build_model(run.family, run.model, run.strategy, shape, weights_of=net.model, lora=run.lora)
+    for parameter in model.get_parameters():
+        if CACHE in parameter.name:
+            parameter.init_data()
+    return Session(engine, cached(engine, model, run.model, *shape), StopConditions(job.tokenizer, job.stop_ids))
 
 
 @contextlib.contextmanager

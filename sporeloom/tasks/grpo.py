@@ -18,15 +18,19 @@ from sporeloom.align.advantages import (
     rewards_with_kl,
     token_weights,
 )
+from sporeloom.data.examples import LineTokenizer
 from sporeloom.nn.objectives import Policy
+from sporeloom.parallel.step import TrainStep
 from sporeloom.tasks.policy import PolicyTask, Round
-from sporeloom.tasks.rollouts import SampledText
+from sporeloom.tasks.rollouts import Rollouts, SampledText
+from sporeloom.tasks.run_tools import RunTools, tool_metrics
 
 
 class GRPO(PolicyTask):
     """Every token of a text has the text's advantage over its group."""
 
     objective = Policy
+    tools: RunTools | None = None
     flags = (
         *("loss_type", "beta", "kl_estimator", "epsilon", "epsilon_high", "num_generations", "num_iterations"),
         *("scale_rewards", "importance_sampling_level", "advantage", "reward_kl_coef"),
@@ -41,6 +45,22 @@ class GRPO(PolicyTask):
             *(*clip, config.beta, config.kl_estimator, level == "sequence", config.temperature),
             *(level == "sequence-sum", config.loss_type == "cispo"),
         )
+
+    def data_state(self) -> dict[str, Any]:
+        return {**super().data_state(), **self.config.tools_identity()}
+
+    def reading(self, learn_all: bool = False) -> LineTokenizer:
+        reading = super().reading(learn_all)
+        if self.config.tools:
+            self.tools = RunTools.open(self.config, self.tokenizer)
+            reading.tools, self.uses_tools = self.tools.toolset.offered, True
+        return reading
+
+    def begin(self, step: TrainStep, steps_done: int) -> None:
+        super().begin(step, steps_done)
+        if self.tools:
+            assert isinstance(self.rollouts, Rollouts)
+            self.rollouts = self.tools.rollouts(self.rollouts)
 
     @property
     def draws_per_round(self) -> int:
@@ -88,6 +108,9 @@ class GRPO(PolicyTask):
             assert self.collected
             share = self._are_informative(self.collected.texts, self.collected.rewards).mean()
             found["informative_groups"] = float(share)
+        if self.tools:
+            assert self.collected
+            found |= tool_metrics(self.collected.texts)
         return found
 
     def _are_informative(self, texts: Sequence[SampledText], rewards: NDArray[np.float64]) -> NDArray[np.bool_]:

@@ -23,7 +23,8 @@ from sporeloom.inference.sampling import SamplingConfig
 from sporeloom.nn.objectives import Objective, Policy, ValueLoss
 from sporeloom.parallel.step import TrainStep
 from sporeloom.tasks.judges import Judge, Reference
-from sporeloom.tasks.rollouts import Rollouts, SampledText
+from sporeloom.tasks.rollouts import Rollouts, SampledText, ToolUse
+from sporeloom.tasks.tool_rollouts import ToolRollouts
 from sporeloom.tasks.tuning import Tuning
 
 ARRAYS = ("rewards", "old", "reference", "sampled", "values")
@@ -58,8 +59,10 @@ class PolicyTask(Tuning):
     """Flags of the configuration that graphs and resumed runs depend on."""
 
     is_ahead = False
+    uses_tools = False
+    """Whether texts are conversations with tools."""
     prompts: list[PromptLine]
-    rollouts: Rollouts
+    rollouts: Rollouts | ToolRollouts
     reference: Reference | None = None
     judge: Judge | None = None
     collected: Round | None = None
@@ -184,12 +187,13 @@ class PolicyTask(Tuning):
 
     def _from_functions(self, texts: Sequence[SampledText]) -> list[float] | str:
         prompts = [self.prompts[text.prompt] for text in texts]
-        completions = [self.tokenizer.decode(text.tokens[: -1 if text.has_ended else None]) for text in texts]
+        completions = [self.tokenizer.decode(text.completion) for text in texts]
+        conversations = [text.tools.messages for text in texts if text.tools] or None
         values = np.zeros(len(texts))
         try:
             for name, function in self.functions.items():
-                asked = [prompt.text for prompt in prompts]
-                values += rewards_of(name, function, asked, completions, [prompt.columns for prompt in prompts])
+                asked, lines = [prompt.text for prompt in prompts], [prompt.columns for prompt in prompts]
+                values += rewards_of(name, function, asked, completions, lines, conversations)
         except ConfigError as error:
             return error.problems[0]
         return [float(value) for value in values]
@@ -227,6 +231,9 @@ class PolicyTask(Tuning):
         arrays |= {"tokens": np.concatenate(tokens), "lengths": np.asarray([len(text) for text in tokens])}
         arrays |= {"prompts": np.asarray([text.prompt for text in found.texts])}
         arrays |= {"has_ended": np.asarray([text.has_ended for text in found.texts])}
+        if self.uses_tools:
+            arrays |= {"are_sampled": np.concatenate([text.are_sampled for text in found.texts])}
+            arrays |= {"tools": np.asarray([_counts(text) for text in found.texts])}
         packed = io.BytesIO()
         np.savez_compressed(packed, **arrays)
         return {"round": found.number, "npz": base64.b64encode(packed.getvalue()).decode()}
@@ -236,11 +243,22 @@ class PolicyTask(Tuning):
             return
         arrays = dict(np.load(io.BytesIO(base64.b64decode(state["npz"]))))
         tokens = np.split(arrays["tokens"], np.cumsum(arrays["lengths"])[:-1])
+        uses: list[ToolUse | None] = [None] * len(tokens)
+        if self.uses_tools:
+            sampled = np.split(arrays["are_sampled"], np.cumsum(arrays["lengths"])[:-1])
+            counts = zip(sampled, arrays["tools"].tolist(), strict=True)
+            uses = [ToolUse(tuple(mask.tolist()), start, [], *more) for mask, (start, *more) in counts]
         texts = [
-            SampledText(int(prompt), ids.tolist(), [], bool(has_ended))
-            for prompt, ids, has_ended in zip(arrays["prompts"], tokens, arrays["has_ended"], strict=True)
+            SampledText(int(prompt), ids.tolist(), [], bool(has_ended), use)
+            for prompt, ids, has_ended, use in zip(arrays["prompts"], tokens, arrays["has_ended"], uses, strict=True)
         ]
         self.collected = Round(state["round"], texts, *(arrays[name] for name in ARRAYS))
+
+
+def _counts(text: SampledText) -> tuple[int, int, int, int]:
+    """Numbers of a conversation's `ToolUse`."""
+    assert text.tools
+    return text.tools.start, text.tools.num_turns, text.tools.num_calls, text.tools.num_failed
 
 
 def _reward(name: str, config: Any) -> Reward:

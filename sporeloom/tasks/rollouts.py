@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from mindspore import nn
@@ -30,14 +30,57 @@ class SampledText:
     tokens: list[int]
     """Tokens without the prompt's."""
     log_probs: list[float]
-    """Log-probability of each token under the model itself; empty once they are stored elsewhere."""
+    """Log-probability of each sampled token under the model itself; empty once they are stored elsewhere."""
     has_ended: bool
     """Whether the model ended it, not the maximum length."""
+    tools: ToolUse | None = None
+    """Part of tools in a conversation with them."""
 
     def example(self, prompts: Sequence[PromptLine]) -> Example:
-        """Prompt and text, of which the text is trained on."""
+        """Prompt and text, of which the sampled tokens are trained on."""
         before = prompts[self.prompt].tokens
-        return Example((*before, *self.tokens), (False,) * len(before) + (True,) * len(self.tokens))
+        return Example((*before, *self.tokens), (*(False,) * len(before), *self.are_sampled))
+
+    @property
+    def are_sampled(self) -> tuple[bool, ...]:
+        """Whether each token was sampled from the model, not written by a tool or its template."""
+        return self.tools.are_sampled if self.tools else (True,) * len(self.tokens)
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(self.are_sampled)
+
+    @property
+    def completion(self) -> list[int]:
+        """Tokens of the last answer, without the token that ends it."""
+        return self.tokens[self.tools.start if self.tools else 0 : -1 if self.has_ended else None]
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """The part of tools in a sampled text."""
+
+    are_sampled: tuple[bool, ...]
+    """See `SampledText.are_sampled`."""
+    start: int
+    """Position where the last answer begins."""
+    messages: list[dict[str, Any]]
+    """The whole conversation as OpenAI's API has it; empty once it was rewarded and the run resumed."""
+    num_turns: int = 1
+    """Number of the model's answers."""
+    num_calls: int = 0
+    """Number of calls whose output the model got."""
+    num_failed: int = 0
+    """Number of these that failed."""
+
+
+class Answer(NamedTuple):
+    """Tokens that continue a prompt."""
+
+    tokens: list[int]
+    log_probs: list[float]
+    has_ended: bool
+    """Whether a stop token ended it."""
 
 
 class Rollouts:
@@ -74,10 +117,15 @@ class Rollouts:
     ) -> list[SampledText]:
         """Sample a text for each of `numbers`, prompts among `prompts`. `streams` separates their random numbers."""
         ids = [prompts[number].tokens for number in numbers]
-        self.decoding.prepare([len(prompt) for prompt in ids], self.most)
+        answers = self.answer(ids, [self.most] * len(ids), streams)
+        return [SampledText(int(number), *answer) for number, answer in zip(numbers, answers, strict=True)]
+
+    def answer(self, ids: Sequence[Sequence[int]], limits: Sequence[int], streams: Sequence[int]) -> list[Answer]:
+        """Continue tokens, each by at most so many."""
+        self.decoding.prepare([len(prompt) for prompt in ids], max(limits))
         requests = [
-            Request(prompt, self.most, self.sampler, self._is_finished, stream)
-            for prompt, stream in zip(ids, streams, strict=True)
+            Request(prompt, limit, self.sampler, self._is_finished, stream)
+            for prompt, limit, stream in zip(ids, limits, streams, strict=True)
         ]
         tokens: list[list[int]] = [[] for _ in requests]
         log_probs: list[list[float]] = [[] for _ in requests]
@@ -86,10 +134,7 @@ class Rollouts:
             tokens[new.request].append(new.token)
             log_probs[new.request].append(new.log_probability)
             ended[new.request] = new.finish_reason == "stop"
-        return [
-            SampledText(int(number), tokens[place], log_probs[place], bool(ended[place]))
-            for place, number in enumerate(numbers)
-        ]
+        return [Answer(*found) for found in zip(tokens, log_probs, map(bool, ended), strict=True)]
 
     def _is_finished(self, generated: Sequence[int]) -> bool:
         return generated[-1] in self.stop_ids

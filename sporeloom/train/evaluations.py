@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from mindspore import nn
@@ -23,11 +24,12 @@ class Evaluations:
 
     Args:
         net: the trained network.
+        evaluators: of all benchmarks.
         every: interval in steps; 0: after the last step only.
     """
 
-    def __init__(self, engine: Engine, net: nn.Cell, evaluator: Evaluator, every: int):
-        self.engine, self.net, self.evaluator, self.every = engine, net, evaluator, every
+    def __init__(self, engine: Engine, net: nn.Cell, evaluators: Sequence[Evaluator], every: int):
+        self.engine, self.net, self.evaluators, self.every = engine, net, evaluators, every
 
     def is_due(self, step: int, last: int) -> bool:
         """Whether to evaluate after `step`."""
@@ -36,4 +38,5 @@ class Evaluations:
     def metrics(self) -> dict[str, float]:
         """Scores as metrics of a step: `evaluation/TASK/METRIC`, and their standard errors."""
         self.engine.refresh(self.net, self.net.parallel_report)
-        return {f"evaluation/{name}": value for name, value in self.evaluator.metrics().items()}
+        scores = [evaluator.metrics() for evaluator in self.evaluators]
+        return {f"evaluation/{name}": value for found in scores for name, value in found.items()}

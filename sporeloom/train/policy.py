@@ -30,6 +30,7 @@ from sporeloom.data.tokenizer import content_hash, find_tokenizer
 from sporeloom.models.adapters import LoRAConfig
 from sporeloom.models.config import ModelConfig
 from sporeloom.strategy.certificate import about_task
+from sporeloom.train.tool_flags import ToolFlags
 from sporeloom.train.tuning import TuningConfig
 
 
@@ -57,7 +58,7 @@ class PolicyConfig(TuningConfig):
         "overloaded",
     )
     allow_execution: bool = option(
-        False, "run the programs that the model writes, isolated, for --reward humaneval-x:..."
+        False, "run the programs that the model writes, isolated, for --reward humaneval-x:... and --tools python"
     )
     reward_model: Path | None = option(
         None, "checkpoint of `sporeloom reward`, whose rewards are added (default: none)"
@@ -128,7 +129,7 @@ EPSILON = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPOConfig(PolicyConfig):
+class GRPOConfig(ToolFlags, PolicyConfig):
     """Group relative policy optimization: `sporeloom grpo`."""
 
     heading: ClassVar[str] = "policy"
@@ -181,6 +182,7 @@ class GRPOConfig(PolicyConfig):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
+        yield from self.tool_problems(self.allow_execution)
         if self.batch_size % self.num_generations:
             yield f"--batch-size {self.batch_size} is not a multiple of --num-generations {self.num_generations}"
         if self.num_generations < 2:

@@ -20,7 +20,9 @@ from mindspore import Parameter, nn
 from mindspore import dtype as mstype
 
 from sporeloom.checkpoint.contents import BESIDE_WEIGHTS, FACTORED, MOMENTS, logical_name, state_shape
+from sporeloom.checkpoint.manifest import FOLDER
 from sporeloom.checkpoint.sharded import (
+    WAIT_S,
     LocalTensor,
     finish,
     remove_leftovers,
@@ -40,6 +42,8 @@ STATES = (WEIGHTS, "value_head.", *BESIDE_WEIGHTS)
 """Prefixes of the parameter names that make up the training state."""
 ACCUMULATED = "accu_grads."
 """Prefix of accumulated gradients, which are 0 between steps."""
+ERROR_WAIT_S = 300.0
+"""Maximum time to wait for the parts of other ranks after an error, which they may not have."""
 BEGIN_AS_ZEROS = (*BESIDE_WEIGHTS, ACCUMULATED)
 
 
@@ -112,6 +116,7 @@ class Saver:
         self.every, self.minutes, self.keep_last, self.in_background = every, minutes, keep_last, in_background
         self.last_step, self.memory, self.before_saving = last_step, memory, before_saving
         self.stop_requested = False
+        self._wait_s = WAIT_S
         self._last_time = time.monotonic()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -161,13 +166,20 @@ class Saver:
 
     @contextlib.contextmanager
     def saving_after_an_error(self, step: int) -> Iterator[None]:
-        """Save the state of `step` before an error inside ends the run. On one device: other ranks do not know of it."""
+        """Save the state of `step` before an error inside ends the run. Every rank that has the error saves its part; where
+        others do not have it, the state stays incomplete, for which none waits longer than `ERROR_WAIT_S`."""
         try:
             yield
         except Exception:
-            if self.engine.strategy.mesh.size == 1:
+            self._wait_s = ERROR_WAIT_S
+            try:
                 self.save(step)
                 self.wait()
+            except ConfigError as problem:  # the first error is the one to report
+                milestone(problem.problems[0])
+            folder, deadline = self.root / FOLDER.format(step), time.monotonic() + self._wait_s
+            while not folder.exists() and time.monotonic() < deadline and self.engine.rank:
+                time.sleep(0.05)  # the first process that ends ends the others, though rank 0 still writes
             raise
 
     def wait(self) -> None:
@@ -215,7 +227,7 @@ class Saver:
             write_parts(partial, self.engine.rank, slices)
             if self.engine.rank == 0:
                 self.add_files(partial)
-                folder = finish(partial, root, self.engine.strategy.mesh.size, step, about)
+                folder = finish(partial, root, self.engine.strategy.mesh.size, step, about, self._wait_s)
                 if root == self.root:
                     milestone(f"state of step {step} in {folder}")
                 if keep := self.keep_last if root == self.root else 1:

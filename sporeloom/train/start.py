@@ -125,9 +125,14 @@ def start(run: Run) -> Training:
         training.validation = Validation(engine, net, sets, given.validate_every, given.early_stopping_patience)
     if sampler := task.sampler(net):
         training.samples = Samples(engine, net, sampler, config.prompts(), config.output_dir, config.evaluate_every)
+    evaluators = []
     if config.eval_tasks:  # the harness takes seconds to load
-        evaluator = import_module("sporeloom.tasks.benchmarks").TaskEvaluator(run, engine, net, task.tokenizer)
-        training.evaluations = Evaluations(engine, net, evaluator, config.eval_every)
+        evaluators.append(import_module("sporeloom.tasks.benchmarks").TaskEvaluator(run, engine, net, task.tokenizer))
+    if config.eval_humaneval_x:
+        programs = import_module("sporeloom.tasks.program_benchmark")
+        evaluators.append(programs.ProgramEvaluator(run, engine, net, task.tokenizer))
+    if evaluators:
+        training.evaluations = Evaluations(engine, net, evaluators, config.eval_every)
     if steps := config.profiled_steps():
         training.profile = Profile(engine, config.output_dir, steps)
     what = f"{config.model_name()}: {num_parameters(run.model):,} parameters"

@@ -39,7 +39,7 @@ from sporeloom.train.run_summary import FILE as SUMMARY
 from sporeloom.train.run_summary import PeakMemory, describe, write_summary
 from sporeloom.train.samples import Samples
 from sporeloom.train.saving import Saver
-from sporeloom.train.spikes import parse_steps
+from sporeloom.train.spikes import SpikeGuard, parse_steps
 from sporeloom.train.start import Training, compile_for, start
 from sporeloom.train.state import make_saver, resume, rewind
 from sporeloom.train.tensorboard import TensorBoard
@@ -229,17 +229,17 @@ def run_steps(
             last_step = step if _is_over(training, step) else run.config.steps
             if training.samples and not is_spike and training.samples.is_due(step, last_step):
                 _sample(training, training.samples, step)
+            if guard and is_spike:
+                _lose_step(training, guard, saver, writer, metrics)
+                continue
             with saver.saving_after_an_error(step):
                 try:
-                    if training.evaluations and not is_spike and training.evaluations.is_due(step, last_step):
+                    if training.evaluations and training.evaluations.is_due(step, last_step):
                         metrics = _evaluated(training, training.evaluations, metrics)
                 finally:  # the step is done, whatever became of its evaluation
                     if writer:
                         writer.write(metrics)
                 training.engine.backend.announce_step(step)
-            if guard and is_spike:
-                rewind(training, guard, saver, step)
-                continue
             first, last = first or metrics, metrics
         if 0 < run.config.stop_after <= step:
             saver.request_stop()
@@ -254,6 +254,20 @@ def run_steps(
     if training.samples and steps_done < step == run.config.steps and training.samples.last_step != step:
         _sample(training, training.samples, step)  # the last step was skipped, or lost at a spike
     return step, first, last
+
+
+def _lose_step(
+    training: Training, guard: SpikeGuard, saver: Saver, writer: MetricsWriter | None, metrics: StepMetrics
+) -> None:
+    """Return to a checkpoint after a spike. After the last step its weights are those of the run, which are evaluated."""
+    training.engine.backend.announce_step(metrics.step)
+    try:
+        rewind(training, guard, saver, metrics.step)
+        if training.evaluations and metrics.step == training.run.config.steps:
+            metrics = _evaluated(training, training.evaluations, metrics)
+    finally:
+        if writer:
+            writer.write(metrics)
 
 
 def _is_over(training: Training, step: int) -> bool:

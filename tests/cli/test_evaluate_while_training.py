@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import CONFIGS, TWO_LAYERS, in_process, tool
+from conftest import CONFIGS, TWO_LAYERS, call, in_process, tool
+
+from sporeloom.checkpoint.manifest import read_manifest
 
 pytestmark = [
     pytest.mark.slow,
@@ -66,6 +68,20 @@ def test_a_mesh_has_the_scores_of_its_weights(folder, tmp_path):
     assert "evaluation/town/acc" not in found[0]
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_evaluation_that_fails_saves_the_run_first(folder, tmp_path, processes):
+    strategy = ("--strategy", CONFIGS / "pangu_tiny_dp2.yaml") if processes > 1 else ()
+    out = tmp_path / "out"
+    flags = ("--data", folder / "text.txt", *FLAGS, "--steps", 2, "--output-dir", out, *strategy)
+    arguments = [str(flag) for flag in (*flags, "--eval-tasks", folder / "town.yaml")]
+    found = call("tests/cli/failing_evaluation_worker.py", "run", arguments, processes=processes)
+    assert set(found if processes > 1 else [found]) == {"the benchmark has no answer"}
+    assert len((out / "metrics.jsonl").read_text().splitlines()) == 2
+    assert read_manifest(out / "checkpoints" / "step-00000002").step == 2
+    outcome = tool("tools/train.py", *flags, "--resume", processes=processes)  # which only writes the model
+    assert outcome.code == 0 and (out / "checkpoint").is_dir(), outcome.output
+
+
 def test_data_that_cannot_be_loaded_end_a_run_before_its_first_step(folder, tmp_path):
     (tmp_path / "gone.yaml").write_text(TASK.replace("DATA", str(tmp_path / "gone.jsonl")))
     outcome = in_process(
@@ -81,7 +97,10 @@ def test_data_that_cannot_be_loaded_end_a_run_before_its_first_step(folder, tmp_
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        (["--eval-every", "2"], "--eval-every: there is nothing to evaluate; give --eval-tasks, too"),
+        (
+            ["--eval-every", "2"],
+            "--eval-every: there is nothing to evaluate; give --eval-tasks or --eval-humaneval-x, too",
+        ),
         (["--eval-tasks", "none.yaml"], "--eval-tasks none.yaml: there is no such file"),
         (
             ["--eval-tasks", "x", "--eval-include-path", "nowhere"],

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 from test_token_bytes import TOKENIZERS, WRITTEN
 
+from sporeloom.inference.formats import MarkedTokenizer
 from sporeloom.inference.growing_text import GrowingText
 from sporeloom.inference.session import StopConditions
 from sporeloom.inference.stopping import at_closed_brace, at_dedent, at_text, first_of
-from sporeloom.serve.formats import MarkedTokenizer
 
 
 @pytest.fixture(scope="module", params=TOKENIZERS)

@@ -14,13 +14,13 @@ from vocabularies import glm4_json
 
 from sporeloom.core.errors import ConfigError
 from sporeloom.data.chat_template import ChatTemplate, TemplatedTokenizer
+from sporeloom.inference.formats import CALLS, REASONING, ChatFormat, MarkedTokenizer
+from sporeloom.inference.parsing import MessageParser, message_of
 from sporeloom.inference.sampling import History, Sampler, SamplingConfig, ban
 from sporeloom.serve.config import ServedModel
 from sporeloom.serve.constraint import TokenMask
 from sporeloom.serve.fields import Fields, RequestError
-from sporeloom.serve.formats import CALLS, REASONING, ChatFormat, MarkedTokenizer
 from sporeloom.serve.messages import NO_TOOLS, ToolUse, read_tools
-from sporeloom.serve.parsing import MessageParser, message_of
 from sporeloom.serve.prepare import masks, prepare_chat
 from sporeloom.serve.requests import read_chat
 from sporeloom.serve.structured import answer_grammars, read_structure

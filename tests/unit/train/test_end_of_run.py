@@ -80,3 +80,19 @@ def test_a_spike_at_the_last_step_leaves_the_weights_of_before_to_sample(run):
 
 def test_a_run_without_steps_left_samples_nothing_again(run):
     assert run(done=5) == ([], [])
+
+
+def test_a_spike_at_the_last_step_leaves_the_weights_of_before_to_evaluate(monkeypatch):
+    training = training_of([1.0] * 3, monkeypatch, scaled=False)
+    is_spike, calls, written = iter([False, False, True]), [], []
+    training.guard, training.say = SimpleNamespace(is_spike=lambda _: next(is_spike)), lambda _: None
+    training.evaluations = SimpleNamespace(
+        is_due=lambda step, last: step == last, metrics=lambda: calls.append("evaluated") or {"evaluation/x/acc": 0.5}
+    )
+    monkeypatch.setattr(trainer, "rewind", lambda *_: calls.append("back"))
+    trainer.run_steps(training, SimpleNamespace(write=written.append), SAVER, 0)
+    assert calls == ["back", "evaluated"]
+    assert [(metrics.step, dict(metrics.more)) for metrics in written] == [
+        *((1, {}), (2, {})),
+        (3, {"evaluation/x/acc": 0.5}),
+    ]

@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from sporeloom.inference.formats import CallFormat, ChatFormat
 from sporeloom.inference.stopping import StopCondition, held_back
-from sporeloom.serve.formats import CallFormat, ChatFormat
 
 Delta = dict[str, Any]
 _HEAD = re.compile(r'[\s\[{},]*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\{)')

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from sporeloom.serve.formats import CALLS, REASONING, ChatFormat
-from sporeloom.serve.parsing import MessageParser, after_first_call, message_of
+from sporeloom.inference.formats import CALLS, REASONING, ChatFormat
+from sporeloom.inference.parsing import MessageParser, after_first_call, message_of
 
 HERMES = ChatFormat(REASONING["think"], CALLS["hermes"])
 PANGU = ChatFormat(REASONING["openpangu"], CALLS["openpangu"])

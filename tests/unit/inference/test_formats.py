@@ -12,8 +12,8 @@ from pangu.tokenizer import open_tokenizer as open_pangu
 from sporeloom.core.errors import ConfigError
 from sporeloom.data.chat_template import ChatTemplate, TemplatedTokenizer, with_template
 from sporeloom.data.tokenizer import ChatMessage
+from sporeloom.inference.formats import CALLS, PLAIN, REASONING, ChatFormat, MarkedTokenizer, chat_format
 from sporeloom.serve.fields import Fields, RequestError
-from sporeloom.serve.formats import CALLS, PLAIN, REASONING, ChatFormat, MarkedTokenizer, chat_format
 from sporeloom.serve.messages import NO_TOOLS, read_messages, read_tools
 from sporeloom.serve.prepare import chat_tokens
 

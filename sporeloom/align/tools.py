@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tools that a model calls while its texts are sampled: commands and HTTP endpoints that a file names.
+
+tools:
+  - name: search
+    description: Search the town's records.
+    parameters: {type: object, properties: {query: {type: string}}, required: [query]}
+    url: http://127.0.0.1:8700/search
+  - name: add
+    description: Add two numbers.
+    command: [python3, tools/add.py]
+
+A call's arguments go to an endpoint as the body of a POST request, to a command as its standard input, both as the JSON text
+that the model wrote. The body of the answer, or the standard output, is what the tool says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sporeloom.align.reward_server import SCHEMES, address_problem
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.files import read_bytes
+from sporeloom.core.json_text import json_text
+from sporeloom.core.reader import fields_from, read_yaml
+
+MAX_BYTES = 1 << 20
+"""Maximum size of an answer that is read."""
+MAX_WORKERS = 16
+"""Maximum number of calls at the same time."""
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
+_CUT = "\n[... {} characters left out ...]\n"
+
+
+class ToolError(Exception):
+    """A tool has no answer; the message says why, for the model."""
+
+
+class ToolCall(NamedTuple):
+    """A call that a model wrote."""
+
+    name: str
+    arguments: str
+    """JSON text of an object."""
+
+
+class ToolOutput(NamedTuple):
+    """Text of a tool's turn."""
+
+    text: str
+    has_failed: bool
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the model may call."""
+
+    function: Mapping[str, Any]
+    """Its name, description and parameters, as OpenAI's API has them."""
+    call: Callable[[str, float], str] = field(repr=False)
+    """Called with the JSON text of the arguments, and the seconds that it may take; raises `ToolError`."""
+
+    @property
+    def name(self) -> str:
+        name: str = self.function["name"]
+        return name
+
+    @property
+    def offered(self) -> dict[str, Any]:
+        """The tool as chat templates read it."""
+        return {"type": "function", "function": dict(self.function)}
+
+
+@dataclass(frozen=True)
+class ToolEntry:
+    """One entry of the file."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}})
+    """JSON schema of the arguments."""
+    url: str | None = None
+    """Address of an endpoint."""
+    command: list[str] | None = None
+    """A program and its arguments."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not _NAME.fullmatch(self.name):
+            problems.append(f"name must be up to 128 letters, digits, _, . or -, got {self.name!r}")
+        if (self.url is None) == (self.command is None):
+            problems.append(f"{self.name}: give a url or a command, one of them")
+        if self.url is not None and (problem := _url_problem(self.url)):
+            problems.append(problem)
+        if self.command is not None and not self.command:
+            problems.append(f"{self.name}: command is empty; give a program and its arguments")
+        if problems:
+            raise ConfigError(problems)
+
+    def tool(self) -> Tool:
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        if self.url is not None:
+            url = self.url
+            return Tool(function, lambda arguments, seconds: ask_endpoint(url, arguments, seconds))
+        command = self.command or []
+        return Tool(function, lambda arguments, seconds: run_command(command, arguments, seconds))
+
+
+def _url_problem(url: str) -> str | None:
+    if url.partition("://")[0] not in SCHEMES:
+        return f"url {url}: give http://HOST:PORT/PATH"
+    problem = address_problem(url)
+    return problem and problem.replace("--reward", "url", 1)
+
+
+@dataclass(frozen=True)
+class ToolsFile:
+    """Contents of the file."""
+
+    tools: list[ToolEntry]
+
+
+def read_tools(path: Path) -> list[Tool]:
+    """Read the tools that a file names.
+
+    Raises:
+        ConfigError: the file is missing or wrong; all problems at once.
+    """
+    found = fields_from(ToolsFile, read_yaml(path)).tools
+    if not found:
+        raise ConfigError(f"{path}: tools is empty; name at least one")
+    return [entry.tool() for entry in found]
+
+
+def identity(path: Path) -> str:
+    """Hash of a file of tools, which a resumed run has in common."""
+    return hashlib.sha256(read_bytes(path)).hexdigest()[:16]
+
+
+def ask_endpoint(url: str, arguments: str, seconds: float) -> str:
+    """Send the arguments by POST. Returns the text of the answer.
+
+    Raises:
+        ToolError: there is none.
+    """
+    request = urllib.request.Request(url, arguments.encode(), {"Content-Type": "application/json"}, method="POST")
+    try:
+        with urllib.request.urlopen(request, timeout=seconds) as answer:
+            content: bytes = answer.read(MAX_BYTES)
+    except urllib.error.HTTPError as error:
+        raise ToolError(f"the tool answered {error.code} {error.reason}") from None
+    except TimeoutError:
+        raise ToolError(f"no answer within {seconds:g} s") from None
+    except (OSError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", None) or error
+        if isinstance(reason, TimeoutError):
+            raise ToolError(f"no answer within {seconds:g} s") from None
+        raise ToolError("the tool cannot be reached") from None
+    return content.decode(errors="replace")
+
+
+def run_command(command: Sequence[str], arguments: str, seconds: float) -> str:
+    """Run a program with the arguments as its standard input. Returns its standard output.
+
+    Raises:
+        ToolError: it fails, or takes too long; then all its processes are killed.
+    """
+    try:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        )
+    except OSError as error:
+        raise ToolError(f"the tool cannot be started: {error.strerror}") from None
+    try:
+        output, errors = process.communicate(arguments.encode(), timeout=seconds)
+    except subprocess.TimeoutExpired:
+        raise ToolError(f"no answer within {seconds:g} s") from None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        if process.poll() is None:
+            process.communicate()
+    if process.returncode:
+        detail = errors.decode(errors="replace").strip()
+        raise ToolError(f"the tool ended with exit code {process.returncode}" + (f": {detail}" if detail else ""))
+    return output[:MAX_BYTES].decode(errors="replace")
+
+
+@dataclass(frozen=True)
+class Toolset:
+    """The tools of a run, and their limits."""
+
+    tools: Sequence[Tool]
+    timeout_s: float
+    """Seconds that a call may take."""
+    max_characters: int
+    """Maximum number of characters of an output; the middle of longer ones is left out."""
+
+    @property
+    def offered(self) -> list[dict[str, Any]]:
+        """The tools as chat templates read them."""
+        return [tool.offered for tool in self.tools]
+
+    def run(self, calls: Sequence[ToolCall]) -> list[ToolOutput]:
+        """Run calls, several at once. Returns their outputs in the order of the calls; failures are texts, too."""
+        if not calls:
+            return []
+        with ThreadPoolExecutor(min(MAX_WORKERS, len(calls), 2 * (os.cpu_count() or 1))) as pool:
+            return list(pool.map(self._output, calls))
+
+    def _output(self, call: ToolCall) -> ToolOutput:
+        known = {tool.name: tool for tool in self.tools}
+        try:
+            if call.name not in known:
+                raise ToolError(f"there is no tool {json_text(call.name)}; tools: {', '.join(known)}")
+            text, has_failed = known[call.name].call(call.arguments, self.timeout_s), False
+        except ToolError as error:
+            text, has_failed = f"Error: {error}", True
+        except Exception as error:  # whatever a tool does, the other conversations continue
+            text, has_failed = f"Error: {type(error).__name__}: {error}", True
+        return ToolOutput(self._shortened(text.encode(errors="replace").decode()), has_failed)
+
+    def _shortened(self, text: str) -> str:
+        if len(text) <= self.max_characters:
+            return text
+        start = self.max_characters // 2
+        end = self.max_characters - start
+        return text[:start] + _CUT.format(len(text) - self.max_characters) + text[len(text) - end :]
+
+
+def text_argument(arguments: str, name: str) -> str:
+    """The argument `name` of a call, which is a text.
+
+    Raises:
+        ToolError: it is missing or something else.
+    """
+    values = json.loads(arguments)
+    if not isinstance(values.get(name), str):
+        given = f"; given: {', '.join(map(str, values))}" if values else ""
+        raise ToolError(f'the call needs the argument "{name}", a text{given}')
+    text: str = values[name]
+    return text

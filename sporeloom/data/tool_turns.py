@@ -42,15 +42,16 @@ class ToolTurns:
     """
 
     def __init__(self, tokenizer: Tokenizer, tools: Sequence[Any], variables: Mapping[str, Any] | None = None):
-        if not isinstance(tokenizer, TemplatedTokenizer):
+        templated: Any = tokenizer  # of no template, too
+        if not isinstance(templated, TemplatedTokenizer):
             kind = type(tokenizer).__name__
             raise ConfigError(
                 f"--tools: {kind} has no chat template, which would say how tools and their results are written; give one "
                 "with --chat-template"
             )
-        self.tokenizer, self.tools, self.variables = tokenizer, tools, variables
-        path = tokenizer.template.path
-        if not tokenizer.template.reads("tools"):
+        self.tokenizer, self.tools, self.variables = templated, tools, variables
+        path = templated.template.path
+        if not templated.template.reads("tools"):
             raise ConfigError(
                 f"--tools: {path} has no tools; give a template of a model that calls tools: --chat-template"
             )

@@ -28,6 +28,12 @@ class AuditFlags:
         0, "save the state and stop after this step, as after SIGTERM; --resume continues from there; 0: do not stop"
     )
 
+    @property
+    def has_data_ids(self) -> bool:
+        """Whether all sequences are of the data, rather than sampled from the model."""
+        given: Any = self
+        return not given.samples_texts
+
     def audit_problems(self, output_dir: Path) -> Iterator[str]:
         """List the problems of these flags."""
         given: Any = self
@@ -37,7 +43,7 @@ class AuditFlags:
             if given.resume and (output_dir / FILE).exists():
                 yield f"--resume: {output_dir / FILE} would end here; give --audit-every as before"
             return
-        if given.samples_texts or getattr(given, "lmbda", 0):
+        if not self.has_data_ids:
             yield (
                 f"--audit-every {self.audit_every}: {given.task} trains on texts that the model samples, which have no "
                 "data ids; leave it out"

@@ -52,6 +52,10 @@ class DistillConfig(SFTConfig):
         True, "with --top-k the other tokens count as one more; without, probabilities are divided by their sum"
     )
 
+    @property
+    def has_data_ids(self) -> bool:
+        return not self.lmbda
+
     def teacher_model(self) -> tuple[str, ModelConfig]:
         """Family and configuration of the teacher, with the number type and attention kernel that flags give.
 

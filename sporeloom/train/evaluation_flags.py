@@ -83,7 +83,7 @@ class EvaluationFlags:
             yield f"{flag}: there is no such folder"
         if not self.eval_allow_execution:
             yield f"{flag} runs programs that a model wrote: give --eval-allow-execution, too"
-        if getattr(self, "trains_values", False):
+        if self.trains_values:
             yield f"{flag}: a reward model writes no programs; leave it out"
 
     def evaluating_problems(self, strategy: Strategy) -> Iterator[str]:

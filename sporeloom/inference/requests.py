@@ -55,6 +55,12 @@ class Request:
         """Identity of the requests that may reuse what its prompt leaves in caches."""
         return self.adapter, self.adapter_id, self.client, self.cache_salt
 
+    def finish_reason(self, generated: Sequence[int]) -> FinishReason | None:
+        """Why the text ends after the generated tokens; None: it continues."""
+        if self.is_finished(generated):
+            return "stop"
+        return "length" if len(generated) >= self.max_new_tokens else None
+
 
 @dataclass(frozen=True)
 class NewToken:

@@ -385,7 +385,7 @@ def _next_token(
         return 0, None, "length"
     token = request.sampler.choose(logits, History(request.prompt, generated), stream=request.stream)
     generated.append(token)
-    return token, score_token(logits, token, request.num_top), _finish_reason(request, generated)
+    return token, score_token(logits, token, request.num_top), request.finish_reason(generated)
 
 
 def _kind_of(error: Exception, log: LogBudget) -> int:
@@ -395,9 +395,3 @@ def _kind_of(error: Exception, log: LogBudget) -> int:
             return place
     log.log("failed", f"a text failed: {''.join(traceback.format_exception(error))}")
     return _ERRORS.index(InternalError)
-
-
-def _finish_reason(request: Request, generated: Sequence[int]) -> FinishReason | None:
-    if request.is_finished(generated):
-        return "stop"
-    return "length" if len(generated) >= request.max_new_tokens else None

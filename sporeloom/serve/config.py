@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -28,12 +27,12 @@ from sporeloom.models.adapters import ADAPTER_CONFIG, base_folder, is_adapter_fo
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import family_module
 from sporeloom.serve.hosts import AllowedHosts, AllowedOrigins
+from sporeloom.serve.listening import listen
 from sporeloom.strategy.checks import launch_problems, model_problems
 from sporeloom.strategy.config import SINGLE_DEVICE, Strategy
 from sporeloom.strategy.loader import load_strategy
 
 PACKAGES = ("starlette", "uvicorn", "prometheus_client", "llguidance")
-MAX_PORT, BACKLOG = 65535, 1024
 CHUNK, MIXED_CHUNK = 64, 16
 """Tokens of a prompt between two tokens of the others; in mixed batches as many as let these take at most twice as long, at
 350M on two cores (benchmarks/serve.py)."""
@@ -255,8 +254,9 @@ def check(config: ServeConfig, num_processes: int | None, rank: int = 0) -> Serv
     problems.of(AllowedOrigins, config.allowed_origins)
     keys = problems.of(_read_keys, config)
     # Of several processes one listens: the others may be on other machines, and find its port taken on this one.
-    if num_processes is None or (strategy and rank == strategy.mesh.first_rank_of_last_stage):
-        problems.of(_can_listen, config)
+    listens = num_processes is None or (strategy and rank == strategy.mesh.first_rank_of_last_stage)
+    if listens and (opened := problems.of(listen, config.host, config.port)):
+        opened.close()
     names = [each.name for each in models]
     problems += [f"--lora-modules: {name} names two models" for name in dict.fromkeys(names) if names.count(name) > 1]
     problems.raise_if_any()
@@ -371,35 +371,3 @@ def _base(folder: Path) -> Path | None:
         return base_folder(folder)
     except ConfigError:
         return None
-
-
-def _can_listen(config: ServeConfig) -> None:
-    listen(config).close()
-
-
-def listen(config: ServeConfig) -> socket.socket:
-    """Open a socket that listens where the configuration says.
-
-    Raises:
-        ConfigError: nobody can listen there, or somebody else does.
-    """
-    if config.port > MAX_PORT:
-        raise ConfigError(f"--port {config.port}: ports end at {MAX_PORT}")
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        made = socket.socket(family, kind, protocol)
-        try:
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            made.bind(address)
-            made.listen(BACKLOG)
-        except OSError:
-            made.close()
-            raise
-    except (OSError, UnicodeError) as error:  # not a host name
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(
-            f"--host {config.host} --port {config.port}: cannot listen there: {reason}; take another --port"
-        ) from None
-    return made

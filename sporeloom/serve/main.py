@@ -14,9 +14,10 @@ import uvicorn
 from sporeloom.core.log import milestone
 from sporeloom.runtime.environment import launched_rank
 from sporeloom.serve.app import build_app
-from sporeloom.serve.config import ServeJob, listen
+from sporeloom.serve.config import ServeJob
 from sporeloom.serve.connections import KEEP_ALIVE_S, MAX_IDLE, HttpServer, TimedProtocol
 from sporeloom.serve.constraint import vocabulary
+from sporeloom.serve.listening import listen
 from sporeloom.serve.service import Service
 
 SAME_SIGNAL_S = 0.3
@@ -28,7 +29,7 @@ def run(job: ServeJob) -> int:
     """Serve until stopped. Returns the exit code."""
     service = Service(job)
     is_server = launched_rank() == job.strategy.mesh.first_rank_of_last_stage
-    http = _Http(service, listen(job.config)) if is_server else None
+    http = _Http(service, listen(job.config.host, job.config.port)) if is_server else None
     handler = _on_signal(service) if is_server else signal.SIG_IGN
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, handler)

@@ -91,11 +91,7 @@ def _train(run: Run) -> Path | None:
     training.engine.barrier()  # another rank writes to the folder next
     if config.from_checkpoint and (run.lora or not config.resume):
         start_from(
-            training.step,
-            training.engine,
-            training.report,
-            config.from_checkpoint,
-            training.task.new_weights,
+            *(training.step, training.engine, training.report, config.from_checkpoint, training.task.new_weights),
             only_frozen=bool(config.resume),
         )
         training.say(f"weights from {config.from_checkpoint}")
@@ -107,7 +103,11 @@ def _train(run: Run) -> Path | None:
         raise ConfigError(f"--stop-after {config.stop_after}: {steps_done} steps are done; give a later one")
     saver = make_saver(training, steps_done)  # after the schedule of the resumed run is known
     if config.audit_every:
-        _begin_audit(training, saver, steps_done)
+        task = training.task
+        verb = "train" if config.task == "pretraining" else config.task
+        settings = {"verb": verb, "folder": str(Path.cwd()), **settings_of(run), "data": task.data_state()}
+        training.audit = AuditWriter(run, training.engine, settings, saver.snapshot, task.sample_ids, steps_done)
+        saver.before_saving = training.audit.before_saving
     if config.chip and (what := uncounted(run)):
         training.say(f"--chip {config.chip}: no MFU and HFU, because the FLOPs of {what} are not counted")
     if not training.engine.is_log_rank:
@@ -153,15 +153,6 @@ def _steps_and_model(training: Training, trackers: list[Tracker], saver: Saver, 
     return config.checkpoint_dir
 
 
-def _begin_audit(training: Training, saver: Saver, steps_done: int) -> None:
-    """Begin the hash chain of the run, or continue it."""
-    run, task = training.run, training.task
-    verb = "train" if run.config.task == "pretraining" else run.config.task
-    settings = {"verb": verb, "folder": str(Path.cwd()), **settings_of(run), "data": task.data_state()}
-    training.audit = AuditWriter(run, training.engine, settings, saver.snapshot, task.sample_ids, steps_done)
-    saver.before_saving = training.audit.before_saving
-
-
 def _trackers(training: Training, history: History, steps_done: int) -> list[Tracker]:
     """Begin the run in TensorBoard and at the trackers of its configuration."""
     run, config = training.run, training.run.config
@@ -193,10 +184,8 @@ def _summarize(training: Training) -> None:
         training.say(describe(summary))
         if training.measured and (line := training.measured.last_words()):
             training.say(line)
-    elif history:
-        (
-            folder / SUMMARY
-        ).touch()  # no step was left: it is that of the run, and newer than metrics.jsonl, which is not
+    elif history:  # no step was left: it is that of the run, and newer than metrics.jsonl, which is not
+        (folder / SUMMARY).touch()
 
 
 def run_steps(

@@ -19,8 +19,8 @@ from serving_at_once import BODY, JSON, Service
 from sporeloom.core.log import LogBudget
 from sporeloom.serve import connections
 from sporeloom.serve.app import build_app
-from sporeloom.serve.config import listen
 from sporeloom.serve.connections import HttpServer, TimedProtocol
+from sporeloom.serve.listening import listen
 
 
 class Running:
@@ -28,7 +28,7 @@ class Running:
 
     def __init__(self, max_connections=50, **flags):
         service = Service(**flags)
-        listening = listen(service.job.config)
+        listening = listen(service.job.config.host, service.job.config.port)
         self.address = listening.getsockname()
         config = uvicorn.Config(
             build_app(service),

@@ -324,7 +324,7 @@ def test_adapters_that_cannot_be_served_are_told_at_once(checkpoint, tmp_path):
 
 
 def test_texts_that_nobody_has_begun_are_told_of_a_failure_too():
-    service, told, wanted = Service(SimpleNamespace()), [], SimpleNamespace(client=0)
+    service, told, wanted = Service(SimpleNamespace(models=[], num_reserved=0)), [], SimpleNamespace(client=0)
     service.submit(wanted, told.append)
     service.fail("rank 1 is gone")
     service.submit(wanted, told.append)

@@ -116,7 +116,7 @@ def test_a_mesh_validates_as_one_device_does_and_trains_as_without(plain, valida
     trained(*shared, "--output-dir", tmp_path / "with", *sets, "--validate-every", 2, processes=count)
     assert_same_training(tmp_path / "without", tmp_path / "with")
     for mine, theirs in zip(lines(tmp_path / "with"), lines(validated), strict=False):
-        assert set(mine) == set(theirs)
+        assert set(mine) - {"communication_s"} == set(theirs)  # one device has none
         for key in ("validation/town/loss", "validation/other/loss"):
             assert mine.get(key, 0) == pytest.approx(theirs.get(key, 0), abs=1e-5)
 

@@ -83,7 +83,7 @@ def test_a_pipeline_validates_as_one_device_does(task, files, tmp_path):
     one = tuned(task, files, tmp_path / "one", *more)
     other = tuned(task, files, tmp_path / "pp2", *more, *mesh, processes=2)
     for expected, found in zip(one, other, strict=True):
-        assert found.keys() == expected.keys()
+        assert found.keys() - {"communication_s"} == expected.keys()  # one device has none
         assert found["validation/loss"] == pytest.approx(expected["validation/loss"], abs=1e-5)
 
 

@@ -141,7 +141,7 @@ def test_after_a_kill_the_old_one_is_put_back_first(here, killed):
     assert (here / "o").read_text() == "old"
 
 
-CONTINUED = {("BatchConfig", "output")}
+CONTINUED = {("BatchConfig", "output"), ("TuneConfig", "out")}
 """Files that a verb adds to: what is there stays."""
 
 

@@ -53,7 +53,7 @@ class CpuProcesses(SpmdBackend):
         job = job_name() if size > 1 else f"alone-{os.getpid()}"
         rank = launched_rank() if size > 1 else 0
         transport = Transport(rank, size, f"{job}-{next(_joined[job])}")
-        atexit.register(transport.close)
+        atexit.register(transport.close_at_exit)
         return cls(strategy, rank, transport)
 
     def run(self, cell: nn.Cell, inputs: Sequence[Tensor]) -> Any:

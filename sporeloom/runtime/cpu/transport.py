@@ -72,7 +72,8 @@ class Transport:
         self._inbox_lock = threading.Lock()
         self._absent = set(range(size)) - {rank}  # peers that have not connected yet
         self._left: set[int] = set()  # peers that closed gracefully
-        self._closing = False
+        self._closing, self._exiting = False, threading.Event()
+        self._closer: threading.Thread | None = None
         self._losing = threading.Lock()
         self._lock = threading.Lock()
         self._place = MeetingPlace(job, rank)
@@ -265,7 +266,8 @@ class Transport:
         return value
 
     def close(self) -> None:
-        """Close the connections gracefully; sent messages still arrive. Threads end and sockets close soon afterwards."""
+        """Close the connections gracefully; sent messages still arrive. Threads end, and sockets close, once all peers have
+        closed theirs."""
         if self._closing:
             return
         for peer in self._peers:
@@ -274,13 +276,31 @@ class Transport:
         # The goodbye and the disconnection travel separately, and peers react to the latter at once: before msrun, which
         # polls every second, kills them as well.
         time.sleep(GOODBYE_S)
-        for socket in self._peers.values():
+        for peer, socket in self._peers.items():
             socket.disable_monitor()
-            socket.close(linger=LINGER_MS)
+            socket.close(linger=0 if peer in self._left else LINGER_MS)
         self._place.leave()
-        # It ends the threads that receive, and waits for messages to peers that do not read them any more.
-        with contextlib.suppress(RuntimeError):  # Python is ending and starts none
-            threading.Thread(target=self._context.term, daemon=True).start()
+        closer = threading.Thread(target=self._finish, daemon=True)
+        with contextlib.suppress(RuntimeError):  # Python is ending, and starts no thread
+            closer.start()
+            self._closer = closer
+
+    def close_at_exit(self) -> None:
+        """Close the connections, and wait until what was sent has left this process."""
+        self.close()
+        self._exiting.set()
+        if self._closer:
+            self._closer.join(LINGER_MS / 1000 + 1)
+        else:
+            self._finish()
+
+    def _finish(self) -> None:
+        """Close what receives. A peer that has not read the goodbye yet would take it for the end of this process, so wait
+        for that of each peer."""
+        deadline = time.monotonic() + WATCHDOG_S
+        while self._left < self._peers.keys() and time.monotonic() < deadline and not self._exiting.wait(0.05):
+            pass
+        self._context.term()  # it ends the thread that receives
 
 
 @functools.lru_cache(maxsize=1 << 16)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import queue
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -8,7 +10,7 @@ import mindspore as ms
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import msrun
+from conftest import ROOT, msrun
 
 from sporeloom.runtime.cpu.transport import Collectives, Transport, TransportError
 
@@ -135,3 +137,36 @@ def test_connections_that_are_closed_leave_no_thread_and_no_open_file(tmp_path):
     while held() > before and time.monotonic() < deadline:  # what is left closes after its last message
         time.sleep(0.05)
     assert held() <= before
+
+
+LEAVING = """
+import sys, time
+from itertools import repeat
+from sporeloom.runtime.cpu.transport import Transport
+
+rank, transport = int(sys.argv[1]), Transport(int(sys.argv[1]), 2, sys.argv[2])
+transport.send_value(1 - rank, "ready", 0)
+transport.receive(1 - rank, "ready", 30)
+if rank == 1:
+    for number in range(300):
+        transport.send_value(0, "number", number)
+    transport.close()
+    time.sleep(3)
+else:
+    sum(repeat(1, 200_000_000))  # in C, so that no other thread runs meanwhile, as when MindSpore compiles
+    time.sleep(1)
+    print([transport.receive(1, "number", 30) for _ in range(300)] == [*range(300)])
+    transport.close_at_exit()
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_busy_when_another_leaves_does_not_take_it_for_lost(tmp_path):
+    command = [sys.executable, "-c", LEAVING]
+    ranks = [
+        subprocess.Popen([*command, str(rank), tmp_path.name], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        for rank in (0, 1)
+    ]
+    told = [rank.communicate(timeout=60)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert told[0] == "True\n"

@@ -9,10 +9,12 @@ import pytest
 
 from sporeloom.inference.quantize import dequantized, int4_of, packed
 from sporeloom.models.family import size_config
+from sporeloom.models.parts.spec import ZEROS, ParameterSpecs, linear
 from sporeloom.models.weight_formats import WEIGHT_FORMATS, format_problems
 from sporeloom.nn.int4 import Int4Linear
 from sporeloom.nn.linear import Linear
 
+PRODUCT = ParameterSpecs.of(linear("product", 256, 24, False, ZEROS)).within("product")
 INT4 = [name for name, each in WEIGHT_FORMATS.items() if each.bits == 4]
 
 
@@ -62,7 +64,7 @@ def test_the_operators_dequantize_what_was_packed(name):
         block, of = divmod(column, 32)
         half = bytes_of[:, block, of % 16] >> 4 if of >= 16 else bytes_of[:, block, of % 16] & 15
         np.testing.assert_array_equal(half, found.q[:, column])
-    cell = Int4Linear(Linear(256, 24, 0.02, bias=False), WEIGHT_FORMATS[name])
+    cell = Int4Linear(Linear(PRODUCT), WEIGHT_FORMATS[name])
     for parameter, value in zip(cell.operands(), (bytes_of, found.scale, found.zero), strict=False):
         parameter.set_data(ms.Tensor(value))
     got = cell.matrix().asnumpy()

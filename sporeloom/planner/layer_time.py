@@ -14,7 +14,8 @@ from sporeloom.planner.parallelism import Parallelism
 from sporeloom.planner.rates import KERNEL_HEAD, Rates, all_reduce, all_to_all
 
 SCORE_PASSES = 6.5  # products write and read scores; scale, mask, softmax and dropout pass over them
-NORM_PASSES, OWN_RMS_PASSES = 4, 9  # a kernel reads and writes; operators of RMSNorm square, scale and weigh in float32
+NORM_PASSES = 4  # a kernel reads and writes
+OWN_RMS_PASSES = {"fp32": 6, "fp16": 9, "bf16": 9, "fp8": 9}  # operators square, scale and weigh, in float32
 OWN_SCORE_PASSES, OWN_DROPOUT_PASSES = 8.5, 2.5  # softmax in float32 writes probabilities in both types
 
 
@@ -46,7 +47,7 @@ def score_passes(dims: Dimensions, job: Parallelism) -> float:
 
 def norm_passes(dims: Dimensions, job: Parallelism) -> int:
     """Number of passes over the input of a norm in a forward pass."""
-    return OWN_RMS_PASSES if job.own_graphs and job.precision != "fp32" and dims.operator_norm else NORM_PASSES
+    return OWN_RMS_PASSES[job.precision] if job.own_graphs and dims.operator_norm else NORM_PASSES
 
 
 def layer_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> LayerTime:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -45,8 +46,13 @@ class ServingLoad:
     kv_cache: CacheName = "auto"
 
     @property
-    def num_chunks(self) -> int:
-        return math.ceil(self.input_len / self.chunk)
+    def chunks(self) -> dict[int, int]:
+        """Lengths of the graphs that compute a prompt, as those of `CachedDecoder` -> number of their calls."""
+        whole, rest = divmod(self.input_len, self.chunk)
+        found = Counter({self.chunk: whole}) if whole else Counter[int]()
+        if rest:
+            found[bucket(rest, self.chunk)] += 1
+        return found
 
 
 @dataclass(frozen=True)
@@ -59,17 +65,12 @@ class ServingPlan:
     cache_bytes: int
     peak_bytes: int
     """Peak of the memory pool, in the larger of both graphs."""
-    chunk_s: float
-    """Time of a chunk of a prompt."""
+    first_token_s: float
+    """Time to the first token of a prompt on an idle server: all its chunks."""
     decode_s: float
     """Time of a decode step: one token of each sequence."""
     decode_parts: dict[str, float]
     """Seconds of a decode step by kind of kernel, and by collective what is not hidden."""
-
-    @property
-    def first_token_s(self) -> float:
-        """Time to the first token of a prompt on an idle server."""
-        return self.load.num_chunks * self.chunk_s
 
     @property
     def request_s(self) -> float:
@@ -158,10 +159,13 @@ class _Server:
 
     def plan(self, cluster: Cluster) -> ServingPlan:
         device, load = DeviceModel(cluster), self.load
-        chunk, chunk_peak = self._step(device, 1, bucket(load.chunk, load.chunk))
-        decode, decode_peak = self._step(device, load.num_rows, 1)
-        peak, parts = max(chunk_peak, decode_peak), {**decode.busy(), **decode.exposed()}
-        return ServingPlan(load, self.strategy.mesh.tp, *self.held_bytes, peak, chunk.end, decode.end, parts)
+        decode, peak = self._step(device, load.num_rows, 1)
+        first_token_s = 0.0
+        for length, calls in load.chunks.items():
+            chunk, chunk_peak = self._step(device, 1, length)
+            first_token_s, peak = first_token_s + calls * chunk.end, max(peak, chunk_peak)
+        parts = {**decode.busy(), **decode.exposed()}
+        return ServingPlan(load, self.strategy.mesh.tp, *self.held_bytes, peak, first_token_s, decode.end, parts)
 
     def _step(self, device: DeviceModel, rows: int, length: int) -> tuple[RankTime, int]:
         """Time of `length` tokens of each of some rows, and the peak of the memory pool."""

@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
         num_rows=config.max_num_seqs,
         input_len=config.input_len,
         output_len=config.output_len,
-        chunk=min(config.prefill_chunk, config.input_len),
+        chunk=config.prefill_chunk,
         weights=config.weights,
         kv_cache=config.kv_cache,
     )
@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
 
 def as_dict(plan: ServingPlan) -> dict[str, Any]:
     """The plan as data: times in seconds, sizes in bytes of each device."""
-    figures = ("first_token_s", "request_s", "tokens_per_s")
+    figures = ("request_s", "tokens_per_s")
     return dataclasses.asdict(plan) | {name: getattr(plan, name) for name in figures}
 
 
@@ -85,6 +85,7 @@ def report(plan: ServingPlan, model: str, usable: str) -> str:
     """The plan for a person."""
     load, rest = plan.load, plan.peak_bytes - plan.weight_bytes - plan.cache_bytes
     parts = sorted(plan.decode_parts.items(), key=lambda part: -part[1])
+    chunks = " and ".join(f"{calls} x {length} tokens" for length, calls in load.chunks.items())
     shown = ", ".join(f"{kind} {seconds * 1e3:.1f}" for kind, seconds in parts if seconds >= 0.05e-3)
     return "\n".join(
         [
@@ -93,8 +94,7 @@ def report(plan: ServingPlan, model: str, usable: str) -> str:
             "",
             f"memory of a device     {plan.peak_bytes / GB:.1f} of {usable}: weights {plan.weight_bytes / GB:.1f}, "
             f"KV cache {plan.cache_bytes / GB:.1f}, working memory {rest / GB:.1f} GB",
-            f"time to first token    {plan.first_token_s * 1e3:,.0f} ms on an idle server: {load.num_chunks} "
-            f"chunk{'s' * (load.num_chunks > 1)} of {load.chunk} tokens, {plan.chunk_s * 1e3:.1f} ms each",
+            f"time to first token    {plan.first_token_s * 1e3:,.0f} ms on an idle server, its prompt in {chunks}",
             f"time per output token  {plan.decode_s * 1e3:.1f} ms in a step of {load.num_rows} sequences: {shown}",
             f"throughput             {plan.tokens_per_s:,.0f} output tokens/s, {1 / plan.request_s:.2f} requests/s, with "
             "prompts prefilled in between",

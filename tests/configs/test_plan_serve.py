@@ -30,7 +30,9 @@ def test_a_plan_adds_up(alone):
     assert sum(alone["decode_parts"].values()) == pytest.approx(alone["decode_s"])
     assert alone["cache_bytes"] == cache_bytes(MODEL, 4, num_slots_for(120))
     assert alone["peak_bytes"] > alone["weight_bytes"] + alone["cache_bytes"]
-    assert alone["first_token_s"] == pytest.approx(2 * alone["chunk_s"])  # 100 tokens in chunks of 64
+    parts = [plan(input_len=length, output_len=120 - length)["first_token_s"] for length in (64, 37, 101)]
+    assert alone["first_token_s"] == pytest.approx(parts[0] + parts[1])  # 64 tokens, and 36 that are computed as 64
+    assert parts[1] == pytest.approx(parts[0]) and parts[2] == pytest.approx(2 * parts[0])
     seconds = alone["first_token_s"] + 19 * alone["decode_s"] / 4
     assert alone["request_s"] == pytest.approx(seconds) and alone["tokens_per_s"] == pytest.approx(20 / seconds)
 
@@ -70,6 +72,14 @@ def test_the_command_reports_the_fewest_devices_or_what_is_too_large(tmp_path):
         refused = tool("tools/plan.py", "serve", "--size", "tiny", *flags, *more)
         assert refused.code == 2 and reason in refused.output, refused.output
         assert "Traceback" not in refused.output
+
+
+@pytest.mark.parametrize(
+    ("length", "chunks"),
+    [(100, {64: 2}), (64, {64: 1}), (17, {32: 1}), (1025, {64: 16, 16: 1}), (5, {16: 1})],
+)
+def test_a_prompt_is_computed_in_the_lengths_that_a_server_compiles(length, chunks):
+    assert ServingLoad(**{**SMALL, "input_len": length}).chunks == chunks
 
 
 def test_a_load_fits_into_the_context():

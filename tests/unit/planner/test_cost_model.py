@@ -2,6 +2,7 @@
 import csv
 import dataclasses
 import math
+from pathlib import Path
 
 import pytest
 from conftest import shared
@@ -11,7 +12,7 @@ from sporeloom.cli.plan import PlanConfig, requested
 from sporeloom.core.command_line import parse_args
 from sporeloom.models.family import size_config
 from sporeloom.models.parameters import num_parameters, parameter_shapes
-from sporeloom.planner.cluster import Cluster, Overlap
+from sporeloom.planner.cluster import Cluster, Overlap, read_cluster
 from sporeloom.planner.dimensions import Dimensions, of_decoder
 from sporeloom.planner.memory import (
     expert_parameters,
@@ -383,3 +384,20 @@ def test_multi_token_prediction_adds_its_layer_and_a_head_to_the_flops():
     layer, head = plain.layer_matrices + 2 * config.hidden_size**2, config.vocab_size * config.hidden_size
     expected = 6 * (layer + head) + 12 * 64 * plain.query_size
     assert more.model_flops(1.0) - plain.model_flops(1.0) == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize(("precision", "passes"), [("bf16", 5), ("fp32", 2)])
+def test_operators_of_rms_norm_pass_over_memory_more_often_than_a_kernel(precision, passes):
+    """Two norms of each of 4 layers, 2.5 times for forward and backward, in our own graphs only."""
+    kernel = Dimensions(num_layers=4, hidden_size=1024, num_heads=8, **GPT)
+    operators = dataclasses.replace(kernel, operator_norm=True)
+    cluster = read_cluster(Path("ascend910b"))
+
+    def memory(dims, own_graphs):
+        job = Parallelism(microbatch=2, num_microbatches=1, precision=precision, own_graphs=own_graphs)
+        return step_time(dims, job, cluster).memory
+
+    width = 4 if precision == "fp32" else 2
+    seconds = 2 * 4 * 2.5 * passes * width * 2 * 2048 * 1024 / (cluster.memory_gb_per_s * 1e9 * cluster.fitted.memory)
+    assert memory(operators, True) - memory(kernel, True) == pytest.approx(seconds)
+    assert memory(operators, False) == memory(kernel, False)

@@ -201,7 +201,7 @@ class PolicyTask(Tuning):
     def metrics(self, step: int, counts: NDArray[np.float32] | None) -> dict[str, Any]:
         assert counts is not None and self.collected
         found, rewards = self.collected, self.collected.rewards
-        texts, lengths = found.texts, np.array([len(text.tokens) for text in found.texts])
+        texts, lengths = found.texts, np.array([text.num_sampled for text in found.texts])
         tokens, trained = int(lengths.sum()), int(lengths[self.are_trained(texts)].sum())
         told = dict(zip(self.objective.metrics, map(float, counts), strict=True))
         told |= {name: told[name] / max(trained, 1) for name in (*Policy.metrics, *ValueLoss.metrics) if name in told}

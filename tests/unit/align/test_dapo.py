@@ -18,7 +18,7 @@ from sporeloom.core.errors import ConfigError
 from sporeloom.nn.objectives import Policy
 from sporeloom.tasks.grpo import GRPO
 from sporeloom.tasks.policy import PolicyTask, Round
-from sporeloom.tasks.rollouts import SampledText
+from sporeloom.tasks.rollouts import SampledText, ToolUse
 from sporeloom.train.policy import GRPOConfig
 
 
@@ -109,6 +109,18 @@ def test_metrics_of_tokens_are_means_over_those_in_the_loss(monkeypatch):
         assert found["entropy"] == pytest.approx(5 / num_tokens)
         assert found["completion_length"] == 36 / 8 and found["ended"] == 4 / 8
         assert found["informative_groups"] == informative
+
+
+def test_metrics_of_tokens_leave_out_what_tools_wrote(monkeypatch):
+    masks = [(True, False, False, True), (True, True), (True, False, True), (True,)]  # 7 tokens of 10 were sampled
+    texts = [SampledText(0, [1] * len(mask), [], True, ToolUse(mask, 0, [])) for mask in masks]
+    old = np.array([[1.0, 0, 0, 1], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 0]], np.float32)
+    made = task({}, monkeypatch, beta=0.1)
+    made.collected = Round(0, texts, np.array([0.0, 1, 1, 0]), old, old, 0.5 * old, old)
+    found = made.metrics(0, np.array([1.0, 2.0, 3.0, 4.0, 5.0], np.float32))
+    means = {"clip_fraction": 1 / 7, "kl": 2 / 7, "ratio_error": 3 / 7, "sampling_difference": 0.5, "entropy": 5 / 7}
+    assert {name: found[name] for name in means} == pytest.approx(means)
+    assert found["completion_length"] == 7 / 4
 
 
 def test_a_group_that_was_cut_off_is_replaced_though_its_rewards_differ(monkeypatch):

@@ -163,7 +163,7 @@ def test_settings_that_contradict_each_other_are_refused():
 @pytest.fixture
 def server(monkeypatch):
     """A server that rewards the length of completions times a column; at /short it forgets one, /broken fails, /restarting
-    does the first two times, /silent never answers."""
+    does the first two times, /silent never answers, /slow byte by byte."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
 
     done = threading.Event()
@@ -180,6 +180,17 @@ def server(monkeypatch):
             if self.path == "/gone":
                 self.send_error(404)
                 return
+            if self.path == "/moved":
+                self.send_response(302)
+                self.send_header("Location", "/score")
+                self.end_headers()
+                return
+            if self.path == "/slow":
+                self.send_response(200)
+                self.end_headers()
+                for _ in range(6):
+                    self.wfile.write(b" ")
+                    done.wait(0.15)
             if self.path == "/silent":
                 done.wait(20)
                 return
@@ -233,8 +244,10 @@ def test_a_server_that_restarts_is_asked_again(server, capsys):
     [
         ("broken", {"retries": 2}, r"after 3 requests \(--reward-retries\): the server answered 503", 3),
         ("gone", {"retries": 2}, "the server answered 404", 1),
+        ("moved", {"retries": 2}, "the server answered 302", 1),
+        ("slow", {"timeout_s": 0.3}, r"the server did not answer within 0.3 s", 1),
         ("short", {"retries": 2}, "returned 1 numbers for 2 texts", 1),
-        ("silent", {"timeout_s": 0.2}, r"the server was silent for 0.2 s \(--reward-timeout-s\)", 1),
+        ("silent", {"timeout_s": 0.2}, r"the server did not answer within 0.2 s \(--reward-timeout-s\)", 1),
     ],
 )
 def test_requests_are_repeated_where_that_may_help_alone(server, path, limits, told, requests):

@@ -88,7 +88,7 @@ class _Recording:
     def do_open(self, http_class: Any, *given: Any, **named: Any) -> Any:
         sockets = self.sockets
 
-        class Connection(http_class):  # type: ignore[misc]
+        class Connection(http_class):
             def connect(self) -> None:
                 super().connect()
                 sockets.add(self.sock)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tools of a file and the isolated `python`: outputs, failures as texts, and what is refused."""
 
+import contextlib
 import json
 import sys
 import threading
@@ -20,9 +21,10 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         given = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if raw := given.get("raw"):
-            for piece in raw:
-                self.wfile.write(piece.encode())
-                time.sleep(given.get("pause", 0.0))
+            with contextlib.suppress(OSError):  # the other end is closed
+                for piece in raw:
+                    self.wfile.write(piece.encode())
+                    time.sleep(given.get("pause", 0.0))
             return
         if given.get("wait"):
             time.sleep(1.5)
@@ -75,20 +77,19 @@ def test_an_endpoint_is_asked_at_its_own_address_and_for_a_complete_answer(tmp_p
     )
 
 
-@pytest.mark.parametrize("slow", ["HTTP/1.0 200 OK", "HTTP/1.0 200 OK\r\n\r\na body"])
-def test_an_endpoint_that_answers_byte_by_byte_has_no_more_time_than_others(tmp_path, url, slow):
+@pytest.mark.parametrize("fast", ["", "HTTP/1.0 200 OK\r\n\r\n"])
+def test_an_endpoint_that_answers_byte_by_byte_has_no_more_time_than_others(tmp_path, url, fast):
     tools, start = toolset(tmp_path, [{"url": url}], timeout_s=0.3), time.monotonic()
-    start_of_body = slow.find("a body")
-    raw = list(slow) if start_of_body < 0 else [slow[:start_of_body], *slow[start_of_body:]]
-    assert said(tools, raw=raw, pause=0.2) == ToolOutput("Error: no answer within 0.3 s", True)
-    assert time.monotonic() - start < 0.9
+    slow = ["HTTP/1.0 200 OK\r\nX: ", *["a"] * 40]
+    assert said(tools, raw=[fast, *slow], pause=0.2) == ToolOutput("Error: no answer within 0.3 s", True)
+    assert time.monotonic() - start < 6
 
 
 def test_a_command_has_no_more_time_where_its_children_keep_the_output_open(tmp_path):
-    for script in ("setsid sleep 3 & sleep 60", "setsid sleep 3 & exit 0"):
+    for script in ("setsid sleep 8 & sleep 60", "setsid sleep 8 & exit 0"):
         tools, start = toolset(tmp_path, [{"command": ["sh", "-c", script]}], timeout_s=0.2), time.monotonic()
         assert said(tools) == ToolOutput("Error: no answer within 0.2 s", True)
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < 6
 
 
 def test_no_more_of_an_output_than_the_limit_is_read(tmp_path):

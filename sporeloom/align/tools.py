@@ -36,10 +36,11 @@ from typing import IO, Any, NamedTuple
 
 from sporeloom.align.http_post import TooLongAnswerError, post
 from sporeloom.align.reward_server import SCHEMES, address_problem
+from sporeloom.core.document import read_text
 from sporeloom.core.errors import ConfigError
-from sporeloom.core.files import read_bytes
 from sporeloom.core.json_text import json_text
-from sporeloom.core.reader import fields_from, read_yaml
+from sporeloom.core.reader import fields_from
+from sporeloom.core.yaml_text import YamlReader
 
 MAX_BYTES = 1 << 20
 """Maximum size of an answer; a longer one is an error."""
@@ -47,6 +48,17 @@ CHUNK_BYTES = 1 << 16
 """Maximum number of bytes that are read at once."""
 MAX_WORKERS = 16
 """Maximum number of calls at the same time."""
+PYTHON = "python"
+PYTHON_FUNCTION = {
+    "name": PYTHON,
+    "description": "Run a Python program, without a network, and return what it prints.",
+    "parameters": {
+        "type": "object",
+        "properties": {"code": {"type": "string", "description": "The program; print the results."}},
+        "required": ["code"],
+    },
+}
+"""The tool that runs programs isolated, as chat templates read it."""
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 _CUT = "\n[... {} characters left out ...]\n"
 
@@ -87,7 +99,12 @@ class Tool:
     @property
     def offered(self) -> dict[str, Any]:
         """The tool as chat templates read it."""
-        return {"type": "function", "function": dict(self.function)}
+        return offered(self.function)
+
+
+def offered(function: Mapping[str, Any]) -> dict[str, Any]:
+    """A function as chat templates read it."""
+    return {"type": "function", "function": dict(function)}
 
 
 @dataclass(frozen=True)
@@ -139,21 +156,25 @@ class ToolsFile:
     tools: list[ToolEntry]
 
 
-def read_tools(path: Path) -> list[Tool]:
+class ReadTools(NamedTuple):
+    """Tools of a file."""
+
+    tools: list[Tool]
+    identity: str
+    """Hash of the file, which a resumed run has in common."""
+
+
+def read_tools(path: Path) -> ReadTools:
     """Read the tools that a file names.
 
     Raises:
         ConfigError: the file is missing or wrong; all problems at once.
     """
-    found = fields_from(ToolsFile, read_yaml(path)).tools
+    text = read_text(path)
+    found = fields_from(ToolsFile, YamlReader(str(path)).read(text)).tools
     if not found:
         raise ConfigError(f"{path}: tools is empty; name at least one")
-    return [entry.tool() for entry in found]
-
-
-def identity(path: Path) -> str:
-    """Hash of a file of tools, which a resumed run has in common."""
-    return hashlib.sha256(read_bytes(path)).hexdigest()[:16]
+    return ReadTools([entry.tool() for entry in found], hashlib.sha256(text.encode()).hexdigest()[:16])
 
 
 def ask_endpoint(url: str, arguments: str, seconds: float) -> str:

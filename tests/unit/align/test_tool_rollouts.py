@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversations with tools: their tokens, masks and turns by hand, from a scripted model."""
 
+import hashlib
 import json
 import time
 from types import SimpleNamespace
@@ -20,9 +21,14 @@ from sporeloom.data.tool_turns import ToolResult, ToolTurns
 from sporeloom.inference.formats import chat_format
 from sporeloom.nn.objectives import Policy
 from sporeloom.tasks import one_rank
+from sporeloom.tasks.grpo import GRPO
+from sporeloom.tasks.policy import PolicyTask
 from sporeloom.tasks.rollouts import Answer
-from sporeloom.tasks.run_tools import tool_metrics
+from sporeloom.tasks.run_tools import RunTools, tool_metrics
 from sporeloom.tasks.tool_rollouts import MAX_CALLS, TURN_STREAMS, AnswerReader, ToolRollouts
+from sporeloom.train.policy import GRPOConfig
+from sporeloom.train.state import differences
+from sporeloom.train.tool_flags import DEFAULTS
 
 SPECIAL = {"<|user|>": 1, "<|assistant|>": 2, "<|tool|>": 3, "<|end|>": 4}
 USER, ASSISTANT, TOOL, END = SPECIAL.values()
@@ -188,6 +194,24 @@ def test_no_more_calls_of_an_answer_run_than_the_limit(tmp_path):
     (text,), *_ = sampled(tmp_path, [[asked, "done"]], most=4000)
     said = [message["content"] for message in text.tools.messages if message["role"] == "tool"]
     assert said == [f"{number}<|end|>" for number in range(MAX_CALLS)] and text.tools.num_calls == MAX_CALLS
+
+
+def test_a_run_records_the_tools_that_it_has_read(tmp_path, monkeypatch):
+    path = tmp_path / "tools.yaml"
+    path.write_text("tools: [{name: add, description: '', command: [cat]}]")
+    config = GRPOConfig(data="x", from_checkpoint="y", tools=(str(path),))
+    monkeypatch.setattr(PolicyTask, "data_state", lambda self: {"seed": 1})
+    task = object.__new__(GRPO)
+    task.tools = RunTools.open(config, tokenizer(tmp_path))
+    (contents,) = (before := task.data_state())["tools"]
+    assert contents == hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    path.write_text("tools: [{name: add, description: '', command: [tac]}]")
+    assert task.data_state() == before == {"seed": 1, "tools": [contents], **DEFAULTS}
+    other = object.__new__(GRPO)
+    other.tools = RunTools.open(config, tokenizer(tmp_path))
+    assert next(iter(differences(before, other.data_state(), both_ways=True))).startswith("tools was")
+    path.unlink()
+    assert task.data_state() == before
 
 
 def test_other_ranks_hear_of_a_value_that_takes_long(monkeypatch):

@@ -47,7 +47,7 @@ def url():
 def toolset(tmp_path, entries, **limits):
     path = tmp_path / "tools.yaml"
     path.write_text(json.dumps({"tools": [{"name": "f", "description": "", **entry} for entry in entries]}))
-    return Toolset(read_tools(path), **{"timeout_s": 10.0, "max_characters": 2000, **limits})
+    return Toolset(read_tools(path).tools, **{"timeout_s": 10.0, "max_characters": 2000, **limits})
 
 
 def said(tools, **arguments):

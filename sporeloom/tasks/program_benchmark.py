@@ -41,11 +41,14 @@ class ProgramEvaluator:
         assert folder
         languages = benchmark_languages(config.eval_languages, "--eval-languages")
         check_isolation()
+        missing = []
         for language in languages:
             try:
                 find_toolchain(language)
             except MissingToolchainError as error:
-                raise ConfigError(f"--eval-languages {language}: {error}") from None
+                missing.append(f"--eval-languages {language}: {error}")
+        if missing:
+            raise ConfigError(missing)
         asked = GenerateConfig(checkpoint=config.output_dir, max_new_tokens=config.eval_new_tokens, batch_size=num_rows)
         job = GenerateJob(asked, run.family, run.model, run.strategy, tokenizer, [])
         prompter = prompter_of(job, None, None)

@@ -49,7 +49,7 @@ def base(tmp_path_factory):
     lines = [{"prompt": [{"role": "user", "content": word}]} for word in ("hour", "the hour", "at", "name")]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     done = tool(
-        *("tools/train.py", "--data", folder / "text.txt", "--config", folder / "model.json", "--steps", 2),
+        *("tools/train.py", "--data", folder / "text.txt", "--config", folder / "model.json", "--steps", 1),
         *("--output-dir", folder / "base"),
     )
     assert done.code == 0, done.output

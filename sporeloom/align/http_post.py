@@ -56,7 +56,7 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 class _Sockets:
-    """Sockets of a request. A time-out of theirs is one of each read alone."""
+    """Sockets of a request, whose own time-outs are of each read alone."""
 
     def __init__(self) -> None:
         self.are_shut_down = False

@@ -10,7 +10,7 @@ from typing import Any
 from sporeloom.runtime.engine import Engine
 
 INTERVAL_S = 60.0
-"""Seconds after which the other ranks hear that the value is not there yet; each wait of theirs has a limit."""
+"""Seconds after which the other ranks hear that the value is not there yet; each of their waits has a limit."""
 
 
 def from_log_rank(engine: Engine, compute: Callable[[], Any]) -> Any:

@@ -7,12 +7,12 @@ import http.client
 import json
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from sporeloom.align.http_post import TooLongAnswerError, post
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.json_text import json_text
 from sporeloom.core.log import milestone
@@ -29,7 +29,7 @@ class ServerLimits:
     """Limits of the requests to a reward server."""
 
     timeout_s: float = 600.0
-    """Seconds that a server may be silent."""
+    """Seconds that an answer may take."""
     retries: int = 3
     """Number of times that a failed request is repeated."""
     first_wait_s: float = 1.0
@@ -85,23 +85,17 @@ def _answer(url: str, content: bytes, limits: ServerLimits) -> bytes:
     """
     for attempt in range(limits.retries + 1):
         asked, may_pass = None, True
-        request = urllib.request.Request(url, content, {"Content-Type": "application/json"}, method="POST")
         try:
-            with urllib.request.urlopen(request, timeout=limits.timeout_s) as answer:
-                told: bytes = answer.read(MAX_BYTES + 1)
-            if len(told) > MAX_BYTES:
-                raise ValueError(f"the server answered with more than {MAX_BYTES:,} bytes")
-            return told
+            return post(url, content, limits.timeout_s, MAX_BYTES)
+        except TooLongAnswerError as error:
+            raise ValueError(f"the server {error}") from None
         except urllib.error.HTTPError as error:
             problem, may_pass = f"the server answered {error.code} {error.reason}", error.code in PASSING
             asked = error.headers.get("Retry-After")
         except TimeoutError:
-            problem = f"the server was silent for {limits.timeout_s:g} s (--reward-timeout-s)"
+            problem = f"the server did not answer within {limits.timeout_s:g} s (--reward-timeout-s)"
         except (OSError, http.client.HTTPException) as error:
-            reason = getattr(error, "reason", None) or error
-            problem = f"the server cannot be reached: {reason}"
-            if isinstance(reason, TimeoutError):
-                problem = f"the server was silent for {limits.timeout_s:g} s (--reward-timeout-s)"
+            problem = f"the server cannot be reached: {getattr(error, 'reason', None) or error}"
         if not may_pass:
             raise ValueError(problem)
         if attempt < limits.retries:

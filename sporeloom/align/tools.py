@@ -22,26 +22,43 @@ import http.client
 import json
 import os
 import re
+import selectors
 import signal
 import subprocess
+import tempfile
+import time
 import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
+from sporeloom.align.http_post import TooLongAnswerError, post
 from sporeloom.align.reward_server import SCHEMES, address_problem
+from sporeloom.core.document import read_text
 from sporeloom.core.errors import ConfigError
-from sporeloom.core.files import read_bytes
 from sporeloom.core.json_text import json_text
-from sporeloom.core.reader import fields_from, read_yaml
+from sporeloom.core.reader import fields_from
+from sporeloom.core.yaml_text import YamlReader
 
 MAX_BYTES = 1 << 20
-"""Maximum size of an answer that is read."""
+"""Maximum size of an answer; a longer one is an error."""
+CHUNK_BYTES = 1 << 16
+"""Maximum number of bytes that are read at once."""
 MAX_WORKERS = 16
 """Maximum number of calls at the same time."""
+PYTHON = "python"
+PYTHON_FUNCTION = {
+    "name": PYTHON,
+    "description": "Run a Python program, without a network, and return what it prints.",
+    "parameters": {
+        "type": "object",
+        "properties": {"code": {"type": "string", "description": "The program; print the results."}},
+        "required": ["code"],
+    },
+}
+"""The tool that runs programs isolated, as chat templates read it."""
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 _CUT = "\n[... {} characters left out ...]\n"
 
@@ -82,7 +99,12 @@ class Tool:
     @property
     def offered(self) -> dict[str, Any]:
         """The tool as chat templates read it."""
-        return {"type": "function", "function": dict(self.function)}
+        return offered(self.function)
+
+
+def offered(function: Mapping[str, Any]) -> dict[str, Any]:
+    """A function as chat templates read it."""
+    return {"type": "function", "function": dict(function)}
 
 
 @dataclass(frozen=True)
@@ -134,21 +156,25 @@ class ToolsFile:
     tools: list[ToolEntry]
 
 
-def read_tools(path: Path) -> list[Tool]:
+class ReadTools(NamedTuple):
+    """Tools of a file."""
+
+    tools: list[Tool]
+    identity: str
+    """Hash of the file, which a resumed run has in common."""
+
+
+def read_tools(path: Path) -> ReadTools:
     """Read the tools that a file names.
 
     Raises:
         ConfigError: the file is missing or wrong; all problems at once.
     """
-    found = fields_from(ToolsFile, read_yaml(path)).tools
+    text = read_text(path)
+    found = fields_from(ToolsFile, YamlReader(str(path)).read(text)).tools
     if not found:
         raise ConfigError(f"{path}: tools is empty; name at least one")
-    return [entry.tool() for entry in found]
-
-
-def identity(path: Path) -> str:
-    """Hash of a file of tools, which a resumed run has in common."""
-    return hashlib.sha256(read_bytes(path)).hexdigest()[:16]
+    return ReadTools([entry.tool() for entry in found], hashlib.sha256(text.encode()).hexdigest()[:16])
 
 
 def ask_endpoint(url: str, arguments: str, seconds: float) -> str:
@@ -157,47 +183,75 @@ def ask_endpoint(url: str, arguments: str, seconds: float) -> str:
     Raises:
         ToolError: there is none.
     """
-    request = urllib.request.Request(url, arguments.encode(), {"Content-Type": "application/json"}, method="POST")
     try:
-        with urllib.request.urlopen(request, timeout=seconds) as answer:
-            content: bytes = answer.read(MAX_BYTES)
+        return post(url, arguments.encode(), seconds, MAX_BYTES).decode(errors="replace")
+    except TooLongAnswerError as error:
+        raise ToolError(f"the tool {error}") from None
     except urllib.error.HTTPError as error:
         raise ToolError(f"the tool answered {error.code} {error.reason}") from None
     except TimeoutError:
         raise ToolError(f"no answer within {seconds:g} s") from None
-    except (OSError, http.client.HTTPException) as error:
-        reason = getattr(error, "reason", None) or error
-        if isinstance(reason, TimeoutError):
-            raise ToolError(f"no answer within {seconds:g} s") from None
+    except (OSError, http.client.HTTPException):
         raise ToolError("the tool cannot be reached") from None
-    return content.decode(errors="replace")
 
 
 def run_command(command: Sequence[str], arguments: str, seconds: float) -> str:
     """Run a program with the arguments as its standard input. Returns its standard output.
 
     Raises:
-        ToolError: it fails, or takes too long; then all its processes are killed.
+        ToolError: it fails, takes too long or writes too much; all processes of its group are killed in any case.
     """
+    deadline = time.monotonic() + seconds
+    with tempfile.TemporaryFile() as given:
+        given.write(arguments.encode())
+        given.seek(0)
+        try:
+            process = subprocess.Popen(
+                command, stdin=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+            )
+        except OSError as error:
+            raise ToolError(f"the tool cannot be started: {error.strerror}") from None
+    assert process.stdout and process.stderr
     try:
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-        )
-    except OSError as error:
-        raise ToolError(f"the tool cannot be started: {error.strerror}") from None
-    try:
-        output, errors = process.communicate(arguments.encode(), timeout=seconds)
-    except subprocess.TimeoutExpired:
+        with process.stdout as output, process.stderr as errors:
+            texts = _read_to_end([output, errors], deadline)
+        process.wait(max(deadline - time.monotonic(), 0.0))
+    except (subprocess.TimeoutExpired, TimeoutError):
         raise ToolError(f"no answer within {seconds:g} s") from None
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        if process.poll() is None:
-            process.communicate()
+        process.wait()
     if process.returncode:
-        detail = errors.decode(errors="replace").strip()
+        detail = texts[1].decode(errors="replace").strip()
         raise ToolError(f"the tool ended with exit code {process.returncode}" + (f": {detail}" if detail else ""))
-    return output[:MAX_BYTES].decode(errors="replace")
+    return texts[0].decode(errors="replace")
+
+
+def _read_to_end(pipes: Sequence[IO[bytes]], deadline: float) -> list[bytes]:
+    """Read pipes to their ends.
+
+    Raises:
+        TimeoutError: another process keeps one open.
+        ToolError: more than `MAX_BYTES` came from one.
+    """
+    found = [bytearray() for _ in pipes]
+    with selectors.DefaultSelector() as selector:
+        for pipe, content in zip(pipes, found, strict=True):
+            selector.register(pipe, selectors.EVENT_READ, content)
+        while selector.get_map():
+            left = deadline - time.monotonic()
+            ready = selector.select(left) if left > 0 else []
+            if not ready:
+                raise TimeoutError
+            for key, _ in ready:
+                piece = os.read(key.fd, CHUNK_BYTES)
+                if not piece:
+                    selector.unregister(key.fileobj)
+                key.data.extend(piece)
+                if len(key.data) > MAX_BYTES:
+                    raise ToolError(f"the tool wrote more than {MAX_BYTES:,} bytes")
+    return [bytes(content) for content in found]
 
 
 @dataclass(frozen=True)

@@ -3,21 +3,11 @@
 
 from __future__ import annotations
 
-from sporeloom.align.tools import Tool, ToolError, text_argument
+from sporeloom.align.tools import PYTHON, PYTHON_FUNCTION, Tool, ToolError, text_argument
 from sporeloom.core.errors import ConfigError
 from sporeloom.evaluation import sandbox
 from sporeloom.evaluation.toolchains import MissingToolchainError, find_toolchain
 
-NAME = "python"
-FUNCTION = {
-    "name": NAME,
-    "description": "Run a Python program, without a network, and return what it prints.",
-    "parameters": {
-        "type": "object",
-        "properties": {"code": {"type": "string", "description": "The program; print the results."}},
-        "required": ["code"],
-    },
-}
 LIMITS = sandbox.Limits()
 
 
@@ -31,7 +21,7 @@ def python_tool() -> Tool:
     try:
         toolchain = find_toolchain("python")
     except MissingToolchainError as error:
-        raise ConfigError(f"--tools {NAME}: {error}") from None
+        raise ConfigError(f"--tools {PYTHON}: {error}") from None
 
     def call(arguments: str, seconds: float) -> str:
         steps = [sandbox.Step(toolchain.execute, seconds)]
@@ -43,4 +33,4 @@ def python_tool() -> Tool:
             why = f"no end within {seconds:g} s"
         raise ToolError(f"{why}\n{result.output}".strip())
 
-    return Tool(FUNCTION, call)
+    return Tool(PYTHON_FUNCTION, call)

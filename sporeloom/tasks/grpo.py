@@ -47,7 +47,7 @@ class GRPO(PolicyTask):
         )
 
     def data_state(self) -> dict[str, Any]:
-        return {**super().data_state(), **self.config.tools_identity()}
+        return {**super().data_state(), **(self.tools.identity if self.tools else {})}
 
     def reading(self, learn_all: bool = False) -> LineTokenizer:
         reading = super().reading(learn_all)

@@ -6,14 +6,15 @@ from __future__ import annotations
 import base64
 import io
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sporeloom.align.reward_server import ServerLimits
+from sporeloom.align.reward_server import ServerLimits, is_url
 from sporeloom.align.rewards import Reward, load_reward, rewards_of
 from sporeloom.core.errors import ConfigError
 from sporeloom.data.batch import Batch
@@ -23,6 +24,7 @@ from sporeloom.inference.sampling import SamplingConfig
 from sporeloom.nn.objectives import Objective, Policy, ValueLoss
 from sporeloom.parallel.step import TrainStep
 from sporeloom.tasks.judges import Judge, Reference
+from sporeloom.tasks.one_rank import from_log_rank
 from sporeloom.tasks.rollouts import Rollouts, SampledText, ToolUse
 from sporeloom.tasks.tool_rollouts import ToolRollouts
 from sporeloom.tasks.tuning import Tuning
@@ -171,13 +173,9 @@ class PolicyTask(Tuning):
     def rewards(self, texts: Sequence[SampledText]) -> NDArray[np.float64]:
         """Reward of each text, summed over all sources of rewards."""
         values = np.zeros(len(texts))
-        if self.functions:
+        for name, function in self.functions.items():
             # One rank calls the functions, which may not be deterministic, and broadcasts the results.
-            told: Any = None
-            if self.engine.is_log_rank:
-                told = self._from_functions(texts)
-            source = self.run.strategy.mesh.first_rank_of_last_stage
-            told = self.engine.broadcast_value(told, source)
+            told = self._told(name, partial(self._from_function, name, function, texts))
             if isinstance(told, str):
                 raise ConfigError(told)
             values += told
@@ -185,23 +183,27 @@ class PolicyTask(Tuning):
             values += self.judge.rewards([text.example(self.prompts) for text in texts], self.run.seq_len)
         return values
 
-    def _from_functions(self, texts: Sequence[SampledText]) -> list[float] | str:
+    def _told(self, name: str, compute: Callable[[], list[float] | str]) -> Any:
+        """Result of a reward function, on all ranks. Users' own may need the main thread, for signals."""
+        if is_url(name) or name.startswith(PREFIX):
+            return from_log_rank(self.engine, compute)
+        source = self.run.strategy.mesh.first_rank_of_last_stage
+        return self.engine.broadcast_value(compute() if self.engine.is_log_rank else None, source)
+
+    def _from_function(self, name: str, function: Reward, texts: Sequence[SampledText]) -> list[float] | str:
         prompts = [self.prompts[text.prompt] for text in texts]
         completions = [self.tokenizer.decode(text.completion) for text in texts]
         conversations = [text.tools.messages for text in texts if text.tools] or None
-        values = np.zeros(len(texts))
+        asked, lines = [prompt.text for prompt in prompts], [prompt.columns for prompt in prompts]
         try:
-            for name, function in self.functions.items():
-                asked, lines = [prompt.text for prompt in prompts], [prompt.columns for prompt in prompts]
-                values += rewards_of(name, function, asked, completions, lines, conversations)
+            return [float(value) for value in rewards_of(name, function, asked, completions, lines, conversations)]
         except ConfigError as error:
             return error.problems[0]
-        return [float(value) for value in values]
 
     def metrics(self, step: int, counts: NDArray[np.float32] | None) -> dict[str, Any]:
         assert counts is not None and self.collected
         found, rewards = self.collected, self.collected.rewards
-        texts, lengths = found.texts, np.array([len(text.tokens) for text in found.texts])
+        texts, lengths = found.texts, np.array([text.num_sampled for text in found.texts])
         tokens, trained = int(lengths.sum()), int(lengths[self.are_trained(texts)].sum())
         told = dict(zip(self.objective.metrics, map(float, counts), strict=True))
         told |= {name: told[name] / max(trained, 1) for name in (*Policy.metrics, *ValueLoss.metrics) if name in told}

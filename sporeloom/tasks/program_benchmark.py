@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import io
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 from mindspore import nn
 
@@ -22,6 +22,7 @@ from sporeloom.inference.config import GenerateConfig, GenerateJob
 from sporeloom.inference.session import Completion
 from sporeloom.runtime.engine import Engine
 from sporeloom.tasks.benchmarks import MAX_ROWS, open_session
+from sporeloom.tasks.one_rank import from_log_rank
 from sporeloom.train.config import Run
 
 NAME: Literal["humaneval-x"] = "humaneval-x"
@@ -40,11 +41,14 @@ class ProgramEvaluator:
         assert folder
         languages = benchmark_languages(config.eval_languages, "--eval-languages")
         check_isolation()
+        missing = []
         for language in languages:
             try:
                 find_toolchain(language)
             except MissingToolchainError as error:
-                raise ConfigError(f"--eval-languages {language}: {error}") from None
+                missing.append(f"--eval-languages {language}: {error}")
+        if missing:
+            raise ConfigError(missing)
         asked = GenerateConfig(checkpoint=config.output_dir, max_new_tokens=config.eval_new_tokens, batch_size=num_rows)
         job = GenerateJob(asked, run.family, run.model, run.strategy, tokenizer, [])
         prompter = prompter_of(job, None, None)
@@ -76,13 +80,14 @@ class ProgramEvaluator:
     def metrics(self) -> dict[str, float]:
         """pass@1 by language, on all ranks: one judges the programs."""
         samples = {language: self._samples(language) for language in self.evaluation.problems}
-        told: Any = None
-        if self.engine.is_log_rank:
+
+        def scores() -> dict[str, float] | str:
             try:
-                told = {language: self._pass_at_1(language, of_one) for language, of_one in samples.items()}
+                return {language: self._pass_at_1(language, of_one) for language, of_one in samples.items()}
             except ConfigError as error:
-                told = error.problems[0]
-        told = self.engine.broadcast_value(told, self.engine.strategy.mesh.first_rank_of_last_stage)
+                return error.problems[0]
+
+        told = from_log_rank(self.engine, scores)
         if isinstance(told, str):
             raise ConfigError(told)
         return {f"{NAME}/{language}/pass@1": value for language, value in told.items()}

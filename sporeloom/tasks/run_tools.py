@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sporeloom.align.tools import Toolset, read_tools
+from sporeloom.align.tools import PYTHON, ReadTools, Tool, Toolset, read_tools
 from sporeloom.core.errors import ConfigError
 from sporeloom.data.tokenizer import Tokenizer
 from sporeloom.data.tool_turns import ToolTurns
@@ -16,7 +16,7 @@ from sporeloom.evaluation.python_tool import python_tool
 from sporeloom.inference.formats import CALLS, chat_format
 from sporeloom.tasks.rollouts import Rollouts, SampledText
 from sporeloom.tasks.tool_rollouts import AnswerReader, ToolRollouts
-from sporeloom.train.tool_flags import PYTHON
+from sporeloom.train.tool_flags import DEFAULTS
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,8 @@ class RunTools:
     turns: ToolTurns
     reader: AnswerReader
     max_turns: int
+    identity: dict[str, Any]
+    """Settings of sampled conversations, which a resumed run has in common; tools as they were when they were read."""
 
     @classmethod
     def open(cls, config: Any, tokenizer: Tokenizer) -> RunTools:
@@ -35,9 +37,11 @@ class RunTools:
         Raises:
             ConfigError: the model calls no tools, or programs cannot be isolated.
         """
-        tools = [
-            tool for name in config.tools for tool in ([python_tool()] if name == PYTHON else read_tools(Path(name)))
-        ]
+        tools, contents = list[Tool](), list[str]()
+        for name in config.tools:
+            found = ReadTools([python_tool()], PYTHON) if name == PYTHON else read_tools(Path(name))
+            tools += found.tools
+            contents.append(found.identity)
         toolset = Toolset(tools, config.tool_timeout_s, config.max_tool_output)
         turns = ToolTurns(tokenizer, toolset.offered, config.template_variables())
         form = chat_format(tokenizer, config.tool_call_parser)
@@ -46,7 +50,8 @@ class RunTools:
                 "--tools: the format of the model's tool calls is not known by its chat template; give --tool-call-parser, "
                 f"one of {', '.join(CALLS)}"
             )
-        return cls(toolset, turns, AnswerReader(tokenizer, form), config.max_turns)
+        identity = {"tools": contents, **{name: getattr(config, name) for name in DEFAULTS}}
+        return cls(toolset, turns, AnswerReader(tokenizer, form), config.max_turns, identity)
 
     def rollouts(self, rollouts: Rollouts) -> ToolRollouts:
         """Conversations in place of single answers."""

@@ -13,10 +13,13 @@ from sporeloom.data.tokenizer import ChatMessage, Tokenizer
 from sporeloom.data.tool_turns import ToolResult, ToolTurns
 from sporeloom.inference.formats import ChatFormat, MarkedTokenizer
 from sporeloom.inference.parsing import MessageParser, message_of
+from sporeloom.tasks.one_rank import from_log_rank
 from sporeloom.tasks.rollouts import Answer, Rollouts, SampledText, ToolUse
 
 TURN_STREAMS = 1 << 48
 """Interval between the streams of random numbers of a conversation's turns."""
+MAX_CALLS = 16
+"""Maximum number of calls of an answer; further ones are left out of its message."""
 
 
 class AnswerReader:
@@ -36,7 +39,7 @@ class AnswerReader:
         """The message of tokens that continue the text `before`, without the token that ends them."""
         reasoning = self.form.reasoning
         is_open = reasoning is not None and before.rstrip().endswith(reasoning.start)
-        parser = MessageParser(self.form, is_open, lambda index: f"call_{turn}_{index}")
+        parser = MessageParser(self.form, is_open, lambda index: f"call_{turn}_{index}", max_calls=MAX_CALLS)
         return message_of([*parser.add(self._tokenizer.decode(tokens)), *parser.end()])
 
 
@@ -141,9 +144,7 @@ class ToolRollouts:
 
     def _outputs(self, calls: Sequence[ToolCall]) -> list[ToolOutput]:
         """Outputs of calls, on all ranks: one rank runs them."""
-        engine = self.rollouts.engine
-        told: Any = self.tools.run(calls) if engine.is_log_rank else None
-        told = engine.broadcast_value(told, engine.strategy.mesh.first_rank_of_last_stage)
+        told = from_log_rank(self.rollouts.engine, lambda: self.tools.run(calls))
         return [ToolOutput(*each) for each in told]
 
 

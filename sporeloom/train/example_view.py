@@ -9,8 +9,9 @@ from typing import Any
 
 from sporeloom.data.examples import Example, FittingExamples, fitted, fitted_pairs
 from sporeloom.data.tokenizer import Tokenizer, token_text
+from sporeloom.data.tool_turns import ToolTurns
 from sporeloom.train.config import Run
-from sporeloom.train.policy import PolicyConfig
+from sporeloom.train.policy import GRPOConfig, PolicyConfig
 from sporeloom.train.tuning import PairConfig, SFTConfig, open_reading, open_tokenizer
 
 COLOUR, PLAIN = ("\x1b[1;32m", "\x1b[0m"), ("[[", "]]")
@@ -27,6 +28,8 @@ def view(run: Run, count: int, in_colour: bool) -> Iterator[str]:
     tokenizer = open_tokenizer(run)
     reading = open_reading(run, tokenizer, isinstance(config, SFTConfig) and config.train_on == "everything")
     marks = COLOUR if in_colour else PLAIN
+    if isinstance(config, GRPOConfig) and config.tools:
+        reading.tools = ToolTurns(tokenizer, config.offered_tools(), config.template_variables()).tools
     if isinstance(config, PolicyConfig):
         prompts = reading.prompts(run.data)
         yield f"{config.data}: {len(prompts):,} prompts"

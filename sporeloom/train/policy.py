@@ -51,11 +51,11 @@ class PolicyConfig(TuningConfig):
         "lines; or http://HOST:PORT/PATH, a server that gets these as JSON; or "
         "humaneval-x:LANGUAGE, which gives 1 for a program that passes its tests; all rewards are added (default: none)",
     )
-    reward_timeout_s: Positive = option(600.0, "seconds that a server of --reward may be silent")
+    reward_timeout_s: Positive = option(600.0, "seconds that an answer of a server of --reward may take")
     reward_retries: Natural = option(
         3,
-        "number of times that a request to a server of --reward is repeated, where it cannot be reached, is silent or "
-        "overloaded",
+        "number of times that a request to a server of --reward is repeated, where it cannot be reached, takes too "
+        "long or is overloaded",
     )
     allow_execution: bool = option(
         False, "run the programs that the model writes, isolated, for --reward humaneval-x:... and --tools python"

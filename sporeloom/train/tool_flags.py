@@ -6,14 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from sporeloom.align.tools import identity, read_tools
+from sporeloom.align.tools import PYTHON, PYTHON_FUNCTION, offered, read_tools
 from sporeloom.core.command_line import option
 from sporeloom.core.errors import Problems
 from sporeloom.core.numbers import Count, Positive
 
-PYTHON = "python"
 DEFAULTS = {"max_turns": 4, "tool_timeout_s": 10.0, "max_tool_output": 2000, "tool_call_parser": "auto"}
 
 
@@ -57,14 +56,18 @@ class ToolFlags:
             elif not given_name.endswith((".yaml", ".yml")):
                 yield f"--tools {given_name}: give python, or a YAML file of tools that ends in .yaml"
             else:
-                names += [tool.name for tool in problems.of(read_tools, Path(given_name)) or ()]
+                found = problems.of(read_tools, Path(given_name))
+                names += [tool.name for tool in found.tools] if found else []
         yield from problems
         twice = sorted({name for name in names if names.count(name) > 1})
         yield from (f"--tools {' '.join(self.tools)}: two tools are named {name}; rename one" for name in twice)
 
-    def tools_identity(self) -> dict[str, object]:
-        """Settings of sampled conversations, which a resumed run has in common; empty without tools."""
-        if not self.tools:
-            return {}
-        contents = [name if name == PYTHON else identity(Path(name)) for name in self.tools]
-        return {"tools": contents, **{name: getattr(self, name) for name in DEFAULTS}}
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """The tools as chat templates read them."""
+        found = list[dict[str, Any]]()
+        for name in self.tools:
+            is_python = name == PYTHON
+            found += (
+                [offered(PYTHON_FUNCTION)] if is_python else [tool.offered for tool in read_tools(Path(name)).tools]
+            )
+        return found

@@ -253,7 +253,8 @@ def _lose_step(
     try:
         rewind(training, guard, saver, metrics.step)
         if training.evaluations and metrics.step == training.run.config.steps:
-            metrics = _evaluated(training, training.evaluations, metrics)
+            with saver.saving_after_an_error(metrics.step):
+                metrics = _evaluated(training, training.evaluations, metrics)
     finally:
         if writer:
             writer.write(metrics)

@@ -21,7 +21,10 @@ REWARD = """
 def uses_the_tool(completions, conversations):
     return [len(text) / 40 + len(talk) for text, talk in zip(completions, conversations)]
 """
-SPEED = {"step_time_s", "tokens_per_s", "tokens_per_s_per_device", "flops_per_s_per_device"}
+SPEED = {
+    *("step_time_s", "compute_s", "communication_s", "data_s"),
+    *("tokens_per_s", "tokens_per_s_per_device", "flops_per_s_per_device"),
+}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -46,7 +49,7 @@ def base(tmp_path_factory):
     lines = [{"prompt": [{"role": "user", "content": word}]} for word in ("hour", "the hour", "at", "name")]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     done = tool(
-        *("tools/train.py", "--data", folder / "text.txt", "--config", folder / "model.json", "--steps", 2),
+        *("tools/train.py", "--data", folder / "text.txt", "--config", folder / "model.json", "--steps", 1),
         *("--output-dir", folder / "base"),
     )
     assert done.code == 0, done.output
@@ -103,7 +106,7 @@ def test_a_mesh_is_one_device(one, base):
     out = base / "mesh"
     call(WORKER, "run", flags(base, out, f"{base}/seven.yaml", strategy=strategy), processes=2)
     for alone, found in zip(steps_of(one), steps_of(out), strict=True):
-        assert alone.keys() == found.keys()
+        assert alone.keys() - SPEED == found.keys() - SPEED
         for name in alone.keys() - SPEED:
             np.testing.assert_allclose(found[name], alone[name], rtol=1e-5, atol=1e-5, err_msg=name)
 

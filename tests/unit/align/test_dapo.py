@@ -18,7 +18,7 @@ from sporeloom.core.errors import ConfigError
 from sporeloom.nn.objectives import Policy
 from sporeloom.tasks.grpo import GRPO
 from sporeloom.tasks.policy import PolicyTask, Round
-from sporeloom.tasks.rollouts import SampledText
+from sporeloom.tasks.rollouts import SampledText, ToolUse
 from sporeloom.train.policy import GRPOConfig
 
 
@@ -111,6 +111,18 @@ def test_metrics_of_tokens_are_means_over_those_in_the_loss(monkeypatch):
         assert found["informative_groups"] == informative
 
 
+def test_metrics_of_tokens_leave_out_what_tools_wrote(monkeypatch):
+    masks = [(True, False, False, True), (True, True), (True, False, True), (True,)]  # 7 tokens of 10 were sampled
+    texts = [SampledText(0, [1] * len(mask), [], True, ToolUse(mask, 0, [])) for mask in masks]
+    old = np.array([[1.0, 0, 0, 1], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 0]], np.float32)
+    made = task({}, monkeypatch, beta=0.1)
+    made.collected = Round(0, texts, np.array([0.0, 1, 1, 0]), old, old, 0.5 * old, old)
+    found = made.metrics(0, np.array([1.0, 2.0, 3.0, 4.0, 5.0], np.float32))
+    means = {"clip_fraction": 1 / 7, "kl": 2 / 7, "ratio_error": 3 / 7, "sampling_difference": 0.5, "entropy": 5 / 7}
+    assert {name: found[name] for name in means} == pytest.approx(means)
+    assert found["completion_length"] == 7 / 4
+
+
 def test_a_group_that_was_cut_off_is_replaced_though_its_rewards_differ(monkeypatch):
     draws = {
         2: ([0, 1, 0, 1], [False, False, True, False]),  # rewards, and whether the texts ended
@@ -151,7 +163,7 @@ def test_settings_that_contradict_each_other_are_refused():
 @pytest.fixture
 def server(monkeypatch):
     """A server that rewards the length of completions times a column; at /short it forgets one, /broken fails, /restarting
-    does the first two times, /silent never answers."""
+    does the first two times, /silent never answers, /slow byte by byte."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
 
     done = threading.Event()
@@ -168,6 +180,17 @@ def server(monkeypatch):
             if self.path == "/gone":
                 self.send_error(404)
                 return
+            if self.path == "/moved":
+                self.send_response(302)
+                self.send_header("Location", "/score")
+                self.end_headers()
+                return
+            if self.path == "/slow":
+                self.send_response(200)
+                self.end_headers()
+                for _ in range(6):
+                    self.wfile.write(b" ")
+                    done.wait(0.15)
             if self.path == "/silent":
                 done.wait(20)
                 return
@@ -221,8 +244,10 @@ def test_a_server_that_restarts_is_asked_again(server, capsys):
     [
         ("broken", {"retries": 2}, r"after 3 requests \(--reward-retries\): the server answered 503", 3),
         ("gone", {"retries": 2}, "the server answered 404", 1),
+        ("moved", {"retries": 2}, "the server answered 302", 1),
+        ("slow", {"timeout_s": 0.3}, r"the server did not answer within 0.3 s", 1),
         ("short", {"retries": 2}, "returned 1 numbers for 2 texts", 1),
-        ("silent", {"timeout_s": 0.2}, r"the server was silent for 0.2 s \(--reward-timeout-s\)", 1),
+        ("silent", {"timeout_s": 0.2}, r"the server did not answer within 0.2 s \(--reward-timeout-s\)", 1),
     ],
 )
 def test_requests_are_repeated_where_that_may_help_alone(server, path, limits, told, requests):

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversations with tools: their tokens, masks and turns by hand, from a scripted model."""
 
+import hashlib
 import json
+import time
 from types import SimpleNamespace
 
 import mindspore
@@ -18,9 +20,15 @@ from sporeloom.data.special_tokens import SpecialTokens
 from sporeloom.data.tool_turns import ToolResult, ToolTurns
 from sporeloom.inference.formats import chat_format
 from sporeloom.nn.objectives import Policy
+from sporeloom.tasks import one_rank
+from sporeloom.tasks.grpo import GRPO
+from sporeloom.tasks.policy import PolicyTask
 from sporeloom.tasks.rollouts import Answer
-from sporeloom.tasks.run_tools import tool_metrics
-from sporeloom.tasks.tool_rollouts import TURN_STREAMS, AnswerReader, ToolRollouts
+from sporeloom.tasks.run_tools import RunTools, tool_metrics
+from sporeloom.tasks.tool_rollouts import MAX_CALLS, TURN_STREAMS, AnswerReader, ToolRollouts
+from sporeloom.train.policy import GRPOConfig
+from sporeloom.train.state import differences
+from sporeloom.train.tool_flags import DEFAULTS
 
 SPECIAL = {"<|user|>": 1, "<|assistant|>": 2, "<|tool|>": 3, "<|end|>": 4}
 USER, ASSISTANT, TOOL, END = SPECIAL.values()
@@ -63,7 +71,7 @@ class Script:
 
     def __init__(self, texts, most=1000):
         self.texts, self.most, self.asked = texts, most, []
-        mesh = SimpleNamespace(first_rank_of_last_stage=0)
+        mesh = SimpleNamespace(first_rank_of_last_stage=0, size=1)
         self.engine = SimpleNamespace(
             is_log_rank=True,
             strategy=SimpleNamespace(mesh=mesh),
@@ -179,6 +187,48 @@ def test_several_calls_of_an_answer_run_in_its_order(tmp_path):
     (text,), *_ = sampled(tmp_path, [[call(a=1, b=1) + call(a=2, b=2), "done"]])
     said = [message["content"] for message in text.tools.messages if message["role"] == "tool"]
     assert said == ["2<|end|>", "4<|end|>"] and text.tools.num_calls == 2
+
+
+def test_no_more_calls_of_an_answer_run_than_the_limit(tmp_path):
+    asked = "".join(call(a=number, b=0) for number in range(MAX_CALLS + 3))
+    (text,), *_ = sampled(tmp_path, [[asked, "done"]], most=4000)
+    said = [message["content"] for message in text.tools.messages if message["role"] == "tool"]
+    assert said == [f"{number}<|end|>" for number in range(MAX_CALLS)] and text.tools.num_calls == MAX_CALLS
+
+
+def test_a_run_records_the_tools_that_it_has_read(tmp_path, monkeypatch):
+    path = tmp_path / "tools.yaml"
+    path.write_text("tools: [{name: add, description: '', command: [cat]}]")
+    config = GRPOConfig(data="x", from_checkpoint="y", tools=(str(path),))
+    monkeypatch.setattr(PolicyTask, "data_state", lambda self: {"seed": 1})
+    task = object.__new__(GRPO)
+    task.tools = RunTools.open(config, tokenizer(tmp_path))
+    (contents,) = (before := task.data_state())["tools"]
+    assert contents == hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    path.write_text("tools: [{name: add, description: '', command: [tac]}]")
+    assert task.data_state() == before == {"seed": 1, "tools": [contents], **DEFAULTS}
+    other = object.__new__(GRPO)
+    other.tools = RunTools.open(config, tokenizer(tmp_path))
+    assert next(iter(differences(before, other.data_state(), both_ways=True))).startswith("tools was")
+    path.unlink()
+    assert task.data_state() == before
+
+
+def test_other_ranks_hear_of_a_value_that_takes_long(monkeypatch):
+    heard = []
+    mesh, broadcast = (
+        SimpleNamespace(size=2, first_rank_of_last_stage=1),
+        lambda value, source: heard.append(value) or value,
+    )
+    strategy = SimpleNamespace(mesh=mesh)
+    monkeypatch.setattr(one_rank, "INTERVAL_S", 0.05)
+    log_rank = SimpleNamespace(rank=1, is_log_rank=True, strategy=strategy, broadcast_value=broadcast)
+    assert one_rank.from_log_rank(log_rank, lambda: time.sleep(0.2) or 7) == 7
+    assert len(heard) > 2 and heard[:-1] == [[]] * (len(heard) - 1) and heard[-1] == [7]
+    told = iter(heard)
+    other = SimpleNamespace(rank=0, is_log_rank=False, strategy=strategy, broadcast_value=lambda *_: next(told))
+    assert one_rank.from_log_rank(other, lambda: pytest.fail("computed twice")) == 7
+    assert next(told, None) is None
 
 
 @pytest.mark.parametrize(

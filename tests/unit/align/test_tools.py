@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tools of a file and the isolated `python`: outputs, failures as texts, and what is refused."""
 
+import contextlib
 import json
 import sys
 import threading
 import time
+import tracemalloc
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from sporeloom.align.tools import ToolCall, ToolOutput, Toolset, read_tools
+from sporeloom.align.tools import MAX_BYTES, ToolCall, ToolOutput, Toolset, read_tools
 from sporeloom.core.errors import ConfigError
 from sporeloom.evaluation.python_tool import python_tool
 from sporeloom.train.policy import GRPOConfig
@@ -18,6 +20,12 @@ from sporeloom.train.policy import GRPOConfig
 class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         given = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if raw := given.get("raw"):
+            with contextlib.suppress(OSError):  # the other end is closed
+                for piece in raw:
+                    self.wfile.write(piece.encode())
+                    time.sleep(given.get("pause", 0.0))
+            return
         if given.get("wait"):
             time.sleep(1.5)
         self.send_response(503 if given.get("busy") else 200)
@@ -39,7 +47,7 @@ def url():
 def toolset(tmp_path, entries, **limits):
     path = tmp_path / "tools.yaml"
     path.write_text(json.dumps({"tools": [{"name": "f", "description": "", **entry} for entry in entries]}))
-    return Toolset(read_tools(path), **{"timeout_s": 10.0, "max_characters": 2000, **limits})
+    return Toolset(read_tools(path).tools, **{"timeout_s": 10.0, "max_characters": 2000, **limits})
 
 
 def said(tools, **arguments):
@@ -55,6 +63,43 @@ def test_an_endpoint_gets_the_arguments_and_its_answer_is_the_output(tmp_path, u
         "Error: no answer within 0.3 s", True
     )
     assert said(toolset(tmp_path, [{"url": "http://127.0.0.1:9/x"}])).text == "Error: the tool cannot be reached"
+
+
+def test_an_endpoint_is_asked_at_its_own_address_and_for_a_complete_answer(tmp_path, url):
+    tools = toolset(tmp_path, [{"url": url}])
+    moved = [f"HTTP/1.0 302 Found\r\nLocation: {url}/elsewhere\r\n\r\n"]
+    assert said(tools, raw=moved) == ToolOutput("Error: the tool answered 302 Found", True)
+    head = "HTTP/1.0 200 OK\r\n"
+    assert said(tools, raw=[head, "Content-Length: 9\r\n\r\n", "half"]).has_failed
+    assert said(tools, raw=[head, "\r\n", "a" * MAX_BYTES]).text.endswith("a" * 99)
+    assert said(tools, raw=[head, "\r\n", "a" * (MAX_BYTES + 1)]) == ToolOutput(
+        "Error: the tool answered with more than 1,048,576 bytes", True
+    )
+
+
+@pytest.mark.parametrize("fast", ["", "HTTP/1.0 200 OK\r\n\r\n"])
+def test_an_endpoint_that_answers_byte_by_byte_has_no_more_time_than_others(tmp_path, url, fast):
+    tools, start = toolset(tmp_path, [{"url": url}], timeout_s=0.3), time.monotonic()
+    slow = ["HTTP/1.0 200 OK\r\nX: ", *["a"] * 40]
+    assert said(tools, raw=[fast, *slow], pause=0.2) == ToolOutput("Error: no answer within 0.3 s", True)
+    assert time.monotonic() - start < 6
+
+
+def test_a_command_has_no_more_time_where_its_children_keep_the_output_open(tmp_path):
+    for script in ("setsid sleep 8 & sleep 60", "setsid sleep 8 & exit 0"):
+        tools, start = toolset(tmp_path, [{"command": ["sh", "-c", script]}], timeout_s=0.2), time.monotonic()
+        assert said(tools) == ToolOutput("Error: no answer within 0.2 s", True)
+        assert time.monotonic() - start < 6
+
+
+def test_no_more_of_an_output_than_the_limit_is_read(tmp_path):
+    for redirection in ("", " 1>&2"):
+        tools = toolset(tmp_path, [{"command": ["sh", "-c", f"exec yes{redirection}"]}])
+        tracemalloc.start()
+        assert said(tools) == ToolOutput("Error: the tool wrote more than 1,048,576 bytes", True)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 4 * MAX_BYTES
 
 
 def test_a_command_gets_the_arguments_as_its_input(tmp_path):

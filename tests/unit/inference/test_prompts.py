@@ -13,6 +13,7 @@ from sporeloom.data.tokenizer import ChatMessage, chat_prompt, infill_prompt
 from sporeloom.inference.config import GenerateConfig
 from sporeloom.inference.config import check as check_generation
 from sporeloom.models.family import size_config
+from sporeloom.tasks.grpo import GRPO
 from sporeloom.train.checks import check as check_training
 from sporeloom.train.example_view import view
 from sporeloom.train.policy import GRPOConfig
@@ -105,3 +106,24 @@ def test_inspecting_shows_special_tokens_and_ids(folder, tmp_path):
     )
     learned = " ".join(map(str, [*b"x<sop>", 267]))
     assert ids == f"ids: 262 264 267 10 257 268 10 [[{learned}]] 10 121 268 10 [[122 260]]"
+
+
+def test_inspecting_shows_the_prompts_with_tools_that_a_run_trains_on(folder, tmp_path):
+    template = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
+    template += "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    (tmp_path / "tools.yaml").write_text("tools: [{name: hour, description: '', command: [date]}]")
+    line = {"prompt": [{"role": "user", "content": "when"}]}
+    (tmp_path / "lines.jsonl").write_text(json.dumps(line) + "\n")
+    common = {"from_checkpoint": folder, "data": tmp_path / "lines.jsonl", "output_dir": tmp_path / "out"}
+    tools = {"tools": (str(tmp_path / "tools.yaml"),), "tool_call_parser": "hermes"}
+    task = object.__new__(GRPO)
+    task.run = check_training(GRPOConfig(**common, **tools, reward=("x.py:f",)), 1)
+    _, shown = view(task.run, 1, False)
+    (prompt,) = task.reading().prompts(task.run.data)
+    assert "hour when" in shown and shown.endswith("ids: " + " ".join(map(str, prompt.tokens)))
+    both = ("python", *tools["tools"])
+    flags = {"tools": both, "tool_call_parser": "hermes", "allow_execution": True}
+    assert (
+        "python hour when" in [*view(check_training(GRPOConfig(**common, **flags, reward=("x.py:f",)), 1), 1, False)][1]
+    )

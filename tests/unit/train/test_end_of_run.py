@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from test_updates import SAVER, training_of
 
+from sporeloom.core.errors import ConfigError
 from sporeloom.runtime.trace import TRACE
 from sporeloom.train import trainer
 from sporeloom.train.profile import Profile
@@ -96,3 +97,26 @@ def test_a_spike_at_the_last_step_leaves_the_weights_of_before_to_evaluate(monke
         *((1, {}), (2, {})),
         (3, {"evaluation/x/acc": 0.5}),
     ]
+
+
+def test_an_evaluation_that_fails_after_a_spike_at_the_last_step_saves_the_run_first(monkeypatch):
+    training, saved = training_of([1.0], monkeypatch, scaled=False), []
+    training.guard, training.say = SimpleNamespace(is_spike=lambda _: True), lambda _: None
+
+    def fail():
+        raise ConfigError("the benchmark has no answer")
+
+    @contextlib.contextmanager
+    def saving(step):
+        try:
+            yield
+        except ConfigError:
+            saved.append(step)
+            raise
+
+    training.evaluations = SimpleNamespace(is_due=lambda step, last: step == last, metrics=fail)
+    monkeypatch.setattr(trainer, "rewind", lambda *_: None)
+    saver = SimpleNamespace(**{**vars(SAVER), "saving_after_an_error": saving})
+    with pytest.raises(ConfigError, match="the benchmark has no answer"):
+        trainer.run_steps(training, SimpleNamespace(write=lambda _: None), saver, 0)
+    assert saved == [1]

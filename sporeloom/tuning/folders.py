@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of a search in its folder. What lies beside them belongs to somebody else, and stays."""
+"""Files of a search in its folder. Other files there belong to somebody else, and stay."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CANDIDATES, POINTS, REFUSED = "candidates", "points", "refused"
 """Folders of the simulated candidates, of the points of the front, and of those whose certificates are refused."""
 STRATEGY, CERTIFICATE, RESULT, LOGS = "strategy.yaml", "certificate.json", "result.json", "logs"
 OF_PROOF = (CERTIFICATE, "certificate.html", RESULT, ".proof-*")
-"""What a proof leaves, besides its logs."""
+"""Files of a proof, besides its logs."""
 
 
 def check_folder(out: Path) -> None:

@@ -12,6 +12,7 @@ import platform
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,8 @@ def _at_full_size(certification: Certification, checks: Checks, seconds: dict[st
         with timed(seconds, "full_size"):
             report = full_size.dry_run(certification)
     except ConfigError as error:
+        if isinstance(error.__context__, BrokenProcessPool):  # for lack of memory here: says nothing about the strategy
+            raise
         checks["shards"] = error.problems
         milestone(f"3/4 {error.problems[0]}")
         return {}

@@ -9,6 +9,7 @@ from importlib import import_module
 from sporeloom.checkpoint.contents import BESIDE_WEIGHTS, FACTORED, logical_name
 from sporeloom.checkpoint.sharded import file_name
 from sporeloom.core.errors import ConfigError
+from sporeloom.core.log import counted
 from sporeloom.models.config import ModelConfig
 from sporeloom.strategy.checks import model_problems
 from sporeloom.strategy.config import Strategy
@@ -23,7 +24,7 @@ def destinations(
     For several ranks it loads MindSpore, whose operators the rules are matched with.
 
     Raises:
-        ConfigError: the strategy cannot shard the model.
+        ConfigError: the strategy cannot shard the model, or there are tensors besides the model's.
     """
     if strategy.mesh.size == 1:
         return {name: [(file_name(0), TensorSlice.full(shape))] for name, shape in shapes.items()}
@@ -31,11 +32,19 @@ def destinations(
         raise ConfigError(problems)
     parts_of_model = import_module("sporeloom.parallel.model_parts").parts_of_model
     parts = {logical_name(name): held for name, held in parts_of_model(family, model, strategy).items()}
-    found = {}
+    found, others = {}, []
     for name, shape in shapes.items():
         prefix = next((moment for moment in BESIDE_WEIGHTS if name.startswith(moment)), "")
         if prefix in FACTORED:  # unsharded on every rank
             found[name] = [(file_name(0), TensorSlice.full(shape))]
-        else:
+        elif name.removeprefix(prefix) in parts:
             found[name] = [(file_name(rank), part) for rank, part in parts[name.removeprefix(prefix)]]
+        else:
+            others.append(name)
+    if others:
+        tensors = counted(len(others), "tensor", "tensors")
+        raise ConfigError(
+            f"{others[0]}: {tensors} of adapters or of a value head cannot be resharded for a strategy; "
+            "resume from the checkpoint as it is, which every mesh can, or give --full"
+        )
     return found

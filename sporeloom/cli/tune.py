@@ -29,7 +29,7 @@ from sporeloom.core.locks import one_writer
 from sporeloom.core.log import print_report
 from sporeloom.core.numbers import Count, Natural, NotNegative, Positive, number_problems
 from sporeloom.models.config import AttentionKernel
-from sporeloom.models.config_file import NamedModel, named_model, with_model_folder
+from sporeloom.models.config_file import NamedModel, model_folder, named_model, with_model_folder
 from sporeloom.models.family import with_precision
 from sporeloom.planner.cluster import Cluster, read_cluster
 from sporeloom.planner.search import Devices, PlanRequest
@@ -80,7 +80,9 @@ class TuneConfig:
         0.0, "time in hours until a failed server is back, in which the other replicas continue, with `--faults`"
     )
     json: bool = option(False, "print tune.json instead of the table")
-    overwrite: bool = option(False, "search with other inputs in a folder that has a search")
+    overwrite: bool = option(
+        False, "search with other inputs in a folder that has a search, and prove once more what was refused"
+    )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -111,8 +113,8 @@ def check(config: TuneConfig) -> TuneRequest:
     cluster = problems.of(read_cluster, config.cluster)
     faults = problems.of(_faults, config, cluster) if cluster else None
     problems.raise_if_any()
+    named = with_model_folder(NamedModel(config.model, config.size))
     plan = _plan(config)
-    named = with_model_folder(NamedModel(config.model, config.size), "")
     attention: AttentionKernel | None = None if plan.flash_attention or config.compute_dtype == "float32" else "plain"
     model = with_precision(named_model(named.model, named.size, named.config), config.compute_dtype, attention)
     model = dataclasses.replace(model, attention=model.attention_on_ascend)
@@ -121,8 +123,9 @@ def check(config: TuneConfig) -> TuneRequest:
 
 
 def _plan(config: TuneConfig) -> PlanRequest:
-    flags = {name: getattr(config, name) for name in ("model", "size", "cluster", "devices", "global_batch_size")}
-    return planned(PlanConfig(**flags, seq_len=config.seq_len, compute_dtype=config.compute_dtype))
+    flags = {name: getattr(config, name) for name in ("model", "cluster", "devices", "global_batch_size", "seq_len")}
+    size = None if model_folder(config.model) else config.size
+    return planned(PlanConfig(**flags, size=size, compute_dtype=config.compute_dtype))
 
 
 def _problems(config: TuneConfig) -> list[str]:
@@ -130,10 +133,12 @@ def _problems(config: TuneConfig) -> list[str]:
     if config.processes not in POSSIBLE_PROCESSES:
         problems.append(f"--processes {config.processes}: give one of {', '.join(map(str, POSSIBLE_PROCESSES))}")
     if config.devices == 1 or not is_possible_size(config.devices):
-        problems.append(f"--devices {config.devices}: strategies are for several devices, {POSSIBLE_SIZES}")
+        several = POSSIBLE_SIZES.removeprefix("1, ")
+        problems.append(f"--devices {config.devices}: strategies are for several devices; give {several}")
     if problem := unwritable(config.out):
         problems.append(f"--out {problem}")
-    given = [name for name in (*OF_FAULTS, "repair_hours") if getattr(config, name)]
+    given = [name for name in OF_FAULTS if getattr(config, name) is not None]
+    given += ["repair_hours"] if config.repair_hours else []
     if not config.faults and given:
         flags = ", ".join("--" + name.replace("_", "-") for name in given)
         problems.append(

@@ -3,24 +3,36 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 from sporeloom.certification.config import Certification, CertifyConfig, check
 from sporeloom.certification.verdict import certify_decoder
 from sporeloom.core.errors import ConfigError
-from sporeloom.core.files import remove, write_text_atomically
+from sporeloom.core.files import write_text_atomically
 from sporeloom.core.json_text import json_text
 from sporeloom.core.log import milestone
+from sporeloom.dry_run.config import DryRun
+from sporeloom.dry_run.job_command import command_of
+from sporeloom.planner.task import PLAIN_TEXT
 from sporeloom.strategy.certificate import CERTIFIED, check_certificate, covered_settings
+from sporeloom.strategy.launching import start_lines
+from sporeloom.tuning.folders import (
+    CERTIFICATE,
+    POINTS,
+    REFUSED,
+    RESULT,
+    STRATEGY,
+    move_strategy,
+    remove_proof,
+    remove_strategy,
+    strategy_folders,
+)
 from sporeloom.tuning.front import pareto
 from sporeloom.tuning.request import TuneRequest
-from sporeloom.tuning.simulated import GB, Simulated, kept
-
-POINTS, REFUSED = "points", "refused"
-STRATEGY, CERTIFICATE, RESULT = "strategy.yaml", "certificate.json", "result.json"
+from sporeloom.tuning.simulated import GB, Simulated, dry_run_flags, kept, write_if_other
 
 
 @dataclass
@@ -31,8 +43,18 @@ class Front:
     """The fastest first."""
     certified: set[str] = field(default_factory=set)
     """Names of the points with certificates."""
+    failed: dict[str, str] = field(default_factory=dict)
+    """Names of the points whose proof could not be completed on this machine, with the reason."""
     refused: list[Simulated] = field(default_factory=list)
     """Candidates that cannot run: with the reason, or the counterexample of the certificate."""
+
+
+class Outcome(NamedTuple):
+    """Outcome of a proof."""
+
+    verdict: Literal["certified", "refused", "failed"]
+    """Failed: it was not completed, which says nothing about the strategy."""
+    problem: str = ""
 
 
 def front_of(found: Sequence[Simulated]) -> list[Simulated]:
@@ -41,59 +63,102 @@ def front_of(found: Sequence[Simulated]) -> list[Simulated]:
     return [ordered[n] for n in pareto([(o.seconds, o.peak_bytes, -(o.goodput or 0.0)) for o in ordered])]
 
 
-def certify_front(request: TuneRequest, simulated: Sequence[Simulated], limit: int, processes: int, out: Path) -> Front:
-    """Certify up to `limit` points. One whose certificate is refused leaves the front to those that it dominated."""
+def certify_front(
+    request: TuneRequest, simulated: Sequence[Simulated], limit: int, processes: int, out: Path, retry: bool
+) -> Front:
+    """Certify points until `limit` of them have certificates; valid ones that are in the folder count. A point whose
+    certificate is refused leaves the front to those that it dominated.
+
+    Args:
+        retry: prove once more what was refused.
+    """
     alive = [one for one in simulated if not one.problem]
     front = Front(front_of(alive), refused=[one for one in simulated if one.problem])
-    while len(front.certified) < limit:
-        point = next((one for one in front.points if one.name not in front.certified), None)
-        if point is None:
-            break
-        problem = _certify(request, point, processes, out)
-        if not problem:
-            front.certified.add(point.name)
-            milestone(f"3/3 certified {len(front.certified)} of at most {limit}: {point.name}")
+    done: set[str] = set()
+    while point := next((one for one in front.points if one.name not in done), None):
+        done.add(point.name)
+        can_prove = len(front.certified) < limit
+        outcome = _kept(request, point, out, processes if can_prove else None, retry and can_prove)
+        if outcome is None and can_prove:
+            outcome = _certify(request, point, processes, out)
+        if outcome is None:
             continue
-        milestone(f"3/3 refused {point.name}: {problem}")
-        front.refused.append(replace(point, problem=f"certificate refused: {problem}"))
-        alive = [one for one in alive if one.name != point.name]
-        front.points = front_of(alive)
+        if outcome.verdict == "certified":
+            front.certified.add(point.name)
+            milestone(f"3/3 certified {len(front.certified)}: {point.name}")
+        elif outcome.verdict == "failed":
+            front.failed[point.name] = outcome.problem
+            milestone(f"3/3 not certified {point.name}: {outcome.problem}")
+        else:
+            milestone(f"3/3 refused {point.name}: {outcome.problem}")
+            front.refused.append(replace(point, problem=f"certificate refused: {outcome.problem}"))
+            alive = [one for one in alive if one.name != point.name]
+            front.points = front_of(alive)
     _write_points(request, front, out)
     return front
 
 
-def _certify(request: TuneRequest, point: Simulated, processes: int, out: Path) -> str:
-    """Certify a point, unless `out` has the result for the same inputs. Returns why it is refused, or ''."""
-    candidate, model = point.scored.candidate, request.model
-    text = candidate.text(model.values)
-    key = request.key(text, candidate.accumulate)
-    for folder in (out / POINTS / point.name, out / REFUSED / point.name):
-        values = kept(folder / RESULT, key)
-        if values and values["processes"] == processes and (folder / STRATEGY).is_file():
-            try:
-                certification = _certification(request, point, folder, processes)
-                if not values["problem"]:
-                    check_certificate(folder / CERTIFICATE, _covered(certification))
-                return str(values["problem"])
-            except ConfigError:
-                continue  # incomplete or changed: certified again
-    folder = out / POINTS / point.name
-    for old in (folder, out / REFUSED / point.name):
-        remove(old)
-    folder.mkdir(parents=True)
+def _key(request: TuneRequest, point: Simulated) -> str:
+    candidate = point.scored.candidate
+    return request.key(candidate.text(request.model.values), candidate.accumulate)
+
+
+def _kept(request: TuneRequest, point: Simulated, out: Path, processes: int | None, retry: bool) -> Outcome | None:
+    """The outcome of an earlier proof in `out` for the same inputs; None: there is none, or it is damaged.
+
+    Args:
+        processes: of the proof; None: any number.
+        retry: disregard refusals.
+    """
+    for kind in (POINTS, REFUSED):
+        folder = out / kind / point.name
+        values = kept(folder / RESULT, _key(request, point), {"processes": int, "problem": str})
+        if values is None or processes not in (None, values["processes"]):
+            continue
+        problem = values["problem"]
+        if bool(problem) != (kind == REFUSED) or (problem and retry):
+            continue
+        write_if_other(folder / STRATEGY, _text(request, point))
+        if problem:
+            return Outcome("refused", problem)
+        try:
+            check_certificate(
+                folder / CERTIFICATE, _covered(_certification(request, point, folder, values["processes"]))
+            )
+            return Outcome("certified")
+        except ConfigError:
+            continue  # incomplete or changed: certified again
+    return None
+
+
+def _certify(request: TuneRequest, point: Simulated, processes: int, out: Path) -> Outcome:
+    """Certify a point. Only a certificate, or a counterexample, leaves a result that is kept."""
+    folder, refused = out / POINTS / point.name, out / REFUSED / point.name
+    for old in (folder, refused):
+        remove_strategy(old)
     write_text_atomically(folder / STRATEGY, _text(request, point))
-    problem = ""
     try:
         made = certify_decoder(_certification(request, point, folder, processes))
-        problem = "" if made["verdict"] == CERTIFIED else str(made["reasons"][0])
     except ConfigError as error:
-        problem = error.problems[0]
-    values = {"key": key, "processes": processes, "problem": problem}
-    write_text_atomically(folder / RESULT, json_text(values, indent=1) + "\n")
+        return Outcome("failed", error.problems[0])
+    problem = counterexample(made)
+    if made["verdict"] != CERTIFIED and not problem:
+        return Outcome("failed", str(made["reasons"][0]))
     if problem:
-        (out / REFUSED).mkdir(exist_ok=True)
-        folder.rename(out / REFUSED / point.name)
-    return problem
+        move_strategy(folder, refused)
+    values = {"key": _key(request, point), "processes": processes, "problem": problem}
+    write_text_atomically((refused if problem else folder) / RESULT, json_text(values, indent=1) + "\n")
+    return Outcome("refused", problem) if problem else Outcome("certified")
+
+
+def counterexample(made: Mapping[str, Any]) -> str:
+    """The first quantity of a certificate that differs from one device, or problem of its shards or memory; '' if there is
+    none, as where processes of the proof were ended from outside."""
+    differing = [
+        f"{one['mesh']}: {one['failure']}" for one in made["proof"]["meshes"] if one["differences"] and one["failure"]
+    ]
+    others = [problem for name, problems in made["checks"].items() if name != "proof" for problem in problems]
+    return next(iter([*differing, *others]), "")
 
 
 def _certification(request: TuneRequest, point: Simulated, folder: Path, processes: int) -> Certification:
@@ -125,35 +190,26 @@ def _covered(certification: Certification) -> dict[str, object]:
 
 def _text(request: TuneRequest, point: Simulated) -> str:
     """The strategy file of a point, headed by its figures and the command that trains with it."""
-    candidate, model, plan = point.scored.candidate, request.model, request.plan
-    accumulate = [f"--accumulate {candidate.accumulate}"] if candidate.accumulate > 1 else []
-    attention = [f"--attention {model.attention}"] if model.attention else []
-    flags = [
-        f"--model {model.family} --size {model.size} --batch-size {request.batch_size} --seq-len {request.seq_len}",
-        f"--compute-dtype {model.compute_dtype}",
-        *([f"--config {model.config}"] if model.config else []),
-        *attention,
-        *accumulate,
-    ]
-    head = [
-        f"# Tuned for {plan.devices} {plan.cluster.device_name}: simulated step {point.seconds:.4g} s, "
-        f"{point.peak_bytes / GB:.2f} GB of the {plan.cluster.usable_bytes / GB:.1f} GB that a device has to use.",
-        f"# sporeloom train --data DATA --strategy {STRATEGY} {' '.join(flags)}",
-    ]
-    return candidate.text(model.values, head)
+    candidate, plan = point.scored.candidate, request.plan
+    flags = dry_run_flags(request, candidate, Path(STRATEGY))
+    run = DryRun(flags, request.model.values, candidate.strategy, [0], request.batch_size, request.seq_len, PLAIN_TEXT)
+    commands = start_lines(command_of(run), STRATEGY, plan.devices, plan.cluster.devices_per_node)
+    figures = (
+        f"Tuned for {plan.devices} {plan.cluster.device_name}: simulated step {point.seconds:.4g} s, "
+        f"{point.peak_bytes / GB:.2f} GB of the {plan.cluster.usable_bytes / GB:.1f} GB that a device has to use."
+    )
+    return candidate.text(request.model.values, [f"# {line}" for line in (figures, *commands)])
 
 
 def _write_points(request: TuneRequest, front: Front, out: Path) -> None:
-    """Write the strategies of points without certificates, and remove folders of earlier fronts."""
+    """Write the strategies of points without certificates, and remove those of earlier fronts."""
     for point in front.points:
         if point.name not in front.certified:
             folder = out / POINTS / point.name
-            with contextlib.suppress(FileNotFoundError):
-                (folder / CERTIFICATE).unlink()
-            folder.mkdir(parents=True, exist_ok=True)
-            write_text_atomically(folder / STRATEGY, _text(request, point))
+            remove_proof(folder, with_logs=point.name not in front.failed)
+            write_if_other(folder / STRATEGY, _text(request, point))
     names = {POINTS: {one.name for one in front.points}, REFUSED: {one.name for one in front.refused}}
     for kind, current in names.items():
-        for folder in sorted((out / kind).glob("*")):
+        for folder in strategy_folders(out, kind):
             if folder.name not in current:
-                remove(folder)
+                remove_strategy(folder)

@@ -9,7 +9,8 @@ from typing import Any
 
 from sporeloom.core.log import counted
 from sporeloom.dry_run.html import STYLE, table
-from sporeloom.tuning.certified import CERTIFICATE, POINTS, STRATEGY, Front
+from sporeloom.tuning.certified import Front
+from sporeloom.tuning.folders import CERTIFICATE, POINTS, STRATEGY
 from sporeloom.tuning.request import TuneRequest
 from sporeloom.tuning.scoring import ScoredCandidates
 from sporeloom.tuning.simulated import GB, Simulated
@@ -56,6 +57,7 @@ def _point(request: TuneRequest, one: Simulated, front: Front) -> dict[str, Any]
         "tokens_per_s": request.batch_size * request.seq_len / one.seconds,
         "strategy": f"{folder}/{STRATEGY}",
         "certificate": f"{folder}/{CERTIFICATE}" if is_certified else None,
+        **({"not_certified": front.failed[one.name]} if one.name in front.failed else {}),
     }
 
 
@@ -72,7 +74,7 @@ def lines(values: dict[str, Any]) -> Iterator[str]:
         yield (
             f"{point['name']:{width}} {point['step_time_s']:10.4g} {point['closed_form']['step_time_s']:11.4g} "
             f"{point['peak_bytes'] / GB:8.2f}GB {point['tokens_per_s']:11,.0f}{goodput}  "
-            f"{'certified' if point['certificate'] else 'not certified'}"
+            f"{_certified(point)}"
         )
     yield ""
     if refused := values["refused"]:
@@ -80,6 +82,12 @@ def lines(values: dict[str, Any]) -> Iterator[str]:
         yield from (f"  {one['name']}: {one['reason']}" for one in refused[:SHOWN_REFUSED])
         if len(refused) > SHOWN_REFUSED:
             yield f"  and {len(refused) - SHOWN_REFUSED} more in tune.json"
+
+
+def _certified(point: dict[str, Any]) -> str:
+    """Whether a point has a certificate, and why its proof was not completed."""
+    reason = point.get("not_certified")
+    return "certified" if point["certificate"] else f"not certified: {reason}" if reason else "not certified"
 
 
 def _facts(values: dict[str, Any]) -> Iterator[str]:
@@ -115,7 +123,7 @@ def page(values: dict[str, Any]) -> str:
             f"{point['peak_bytes'] / GB:.2f}",
             f"{point['tokens_per_s']:,.0f}",
             *([f"{point['goodput']:.1%}"] if has_goodput else []),
-            point["certificate"] or "none",
+            point["certificate"] or _certified(point),
         )
         for point in values["front"]
     ]

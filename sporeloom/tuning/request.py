@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from sporeloom.core.json_text import json_text
+from sporeloom.core.shipped import FOLDER, RULES, shipped_names
 from sporeloom.models.config import AttentionKernel, ComputeDtype, ModelConfig
+from sporeloom.planner.cluster import Overlap
 from sporeloom.planner.dimensions import Dimensions, of_decoder
 from sporeloom.planner.search import PlanRequest
 from sporeloom.simulation.faults import FaultRates
@@ -76,7 +78,12 @@ class TuneRequest:
             "cluster": dataclasses.asdict(plan.cluster),
             "job": {"devices": plan.devices, "batch_size": self.batch_size, "seq_len": self.seq_len},
             "faults": faults and dict(faults.about),
-            "versions": about_versions(),
+            "fitted": {
+                "chip": dataclasses.asdict(plan.cluster.fitted),
+                "experts": dataclasses.asdict(plan.cluster.fitted_experts),
+                "overlap": dataclasses.asdict(Overlap.fitted()),
+            },
+            "versions": {**about_versions(), "rules": _rules_hash()},
         }
 
     def key(self, strategy_text: str, accumulate: int) -> str:
@@ -84,3 +91,9 @@ class TuneRequest:
         inputs = {name: value for name, value in self.about().items() if name != "faults"}
         text = json_text({**inputs, "strategy": strategy_text, "accumulate": accumulate}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _rules_hash() -> str:
+    """Hash of the rules that strategy files name."""
+    texts = {name: (FOLDER / RULES / f"{name}.yaml").read_text(encoding="utf-8") for name in shipped_names(RULES)}
+    return hashlib.sha256(json_text(texts, sort_keys=True).encode()).hexdigest()

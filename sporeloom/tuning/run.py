@@ -15,13 +15,12 @@ from sporeloom.core.json_text import json_text
 from sporeloom.core.log import milestone
 from sporeloom.core.reader import read_json
 from sporeloom.tuning.certified import certify_front
+from sporeloom.tuning.folders import INPUTS, check_folder
 from sporeloom.tuning.goodput import goodput
 from sporeloom.tuning.report import as_dict, page
 from sporeloom.tuning.request import TuneRequest
 from sporeloom.tuning.scoring import score
 from sporeloom.tuning.simulated import GB, Simulated, simulate_all
-
-INPUTS = "inputs.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +38,9 @@ def tune(request: TuneRequest, limits: Limits, out: Path, overwrite: bool = Fals
     """Search, and write strategies, certificates, tune.json and tune.html to `out`.
 
     Raises:
-        ConfigError: `out` has a search with other inputs, or nothing fits.
+        ConfigError: `out` has files but no search, or a search with other inputs; or nothing fits.
     """
+    check_folder(out)
     _check_inputs(request, out, overwrite)
     scores = score(request, limits.meshes)
     milestone(f"1/3 scored {scores.num_scored:,} strategies on {scores.num_meshes} meshes, {len(scores.fitting):,} fit")
@@ -53,7 +53,7 @@ def tune(request: TuneRequest, limits: Limits, out: Path, overwrite: bool = Fals
             )
         raise ConfigError(f"no strategy is legal on the best {limits.meshes} meshes; raise --meshes")
     simulated = [_with_goodput(request, one) for one in simulate_all(request, scores.fitting, limits.simulate, out)]
-    front = certify_front(request, simulated, limits.certify, limits.processes, out)
+    front = certify_front(request, simulated, limits.certify, limits.processes, out, retry=overwrite)
     values = as_dict(request, scores, simulated, front)
     write_text_atomically(out / "tune.json", json_text(values, indent=1) + "\n")
     write_text_atomically(out / "tune.html", page(values))

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,17 +13,18 @@ from sporeloom.core.errors import ConfigError
 from sporeloom.core.files import write_text_atomically
 from sporeloom.core.json_text import json_text
 from sporeloom.core.log import milestone
-from sporeloom.core.reader import read_json
+from sporeloom.core.reader import is_a, read_json
 from sporeloom.dry_run.config import DryRunConfig, check
 from sporeloom.dry_run.pool import compile_ranks
 from sporeloom.tuning.candidates import Candidate
 from sporeloom.tuning.choice import Choice
+from sporeloom.tuning.folders import CANDIDATES
 from sporeloom.tuning.request import TuneRequest
 from sporeloom.tuning.scoring import Scored
 
 GB = 2**30
-CANDIDATES = "candidates"
-"""Folder of the simulated candidates: a strategy file and a result each."""
+FIELDS = {"seconds": float, "peak_bytes": int, "problem": str}
+"""Fields of a result, and their types."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,10 @@ def simulate_all(request: TuneRequest, fitting: Sequence[Scored], limit: int, ou
         text = scored.candidate.text(request.model.values)
         path, record = (out / CANDIDATES / f"{scored.name}.{kind}" for kind in ("yaml", "json"))
         key = request.key(text, scored.candidate.accumulate)
-        values = kept(record, key)
+        values = kept(record, key, FIELDS)
         source = ""
+        write_if_other(path, text)
         if values is None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_text_atomically(path, text)
             values = {"key": key, **simulate(request, scored.candidate, path)}
             write_text_atomically(record, json_text(values, indent=1) + "\n")
         else:
@@ -71,12 +71,45 @@ def simulate_all(request: TuneRequest, fitting: Sequence[Scored], limit: int, ou
         yield found
 
 
-def kept(record: Path, key: str) -> dict[str, Any] | None:
-    """The result of an evaluation with the same inputs; None: there is none."""
-    if not record.is_file():
+def kept(record: Path, key: str, fields: Mapping[str, type]) -> dict[str, Any] | None:
+    """The result of an evaluation with the same inputs; None: there is none, or it is damaged.
+
+    Args:
+        fields: that it has, and their types.
+    """
+    try:
+        values: dict[str, Any] = read_json(record).mapping
+    except ConfigError:
         return None
-    values: dict[str, Any] = read_json(record).mapping
-    return values if values.get("key") == key else None
+    is_complete = all(name in values and is_a(values[name], kind) for name, kind in fields.items())
+    return values if is_complete and values.get("key") == key else None
+
+
+def write_if_other(path: Path, text: str) -> None:
+    """Write a file unless it has this text."""
+    if not path.is_file() or path.read_bytes() != text.encode():
+        write_text_atomically(path, text)
+
+
+def dry_run_flags(request: TuneRequest, candidate: Candidate, path: Path) -> DryRunConfig:
+    """Flags of the dry run of a candidate. `path`: its strategy file."""
+    model = request.model
+    return DryRunConfig(
+        model=model.family,
+        size=model.size,
+        config=model.config,
+        strategy=path,
+        ranks="all",
+        batch_size=request.batch_size,
+        seq_len=request.seq_len,
+        accumulate=candidate.accumulate,
+        compute_dtype=model.compute_dtype,
+        attention=model.attention,
+        memory=True,
+        time=True,
+        cluster=request.cluster_file,
+        devices_per_server=request.plan.cluster.devices_per_node,
+    )
 
 
 def simulate(request: TuneRequest, candidate: Candidate, path: Path) -> dict[str, Any]:
@@ -88,26 +121,9 @@ def simulate(request: TuneRequest, candidate: Candidate, path: Path) -> dict[str
     Raises:
         ConfigError: the process that partitions was ended from outside.
     """
-    model, cluster = request.model, request.plan.cluster
+    cluster = request.plan.cluster
     try:
-        run = check(
-            DryRunConfig(
-                model=model.family,
-                size=model.size,
-                config=model.config,
-                strategy=path,
-                ranks="all",
-                batch_size=request.batch_size,
-                seq_len=request.seq_len,
-                accumulate=candidate.accumulate,
-                compute_dtype=model.compute_dtype,
-                attention=model.attention,
-                memory=True,
-                time=True,
-                cluster=request.cluster_file,
-                devices_per_server=cluster.devices_per_node,
-            )
-        )
+        run = check(dry_run_flags(request, candidate, path))
         reports = compile_ranks(run)
     except ConfigError as error:
         if isinstance(error.__context__, BrokenProcessPool):  # for lack of memory here: says nothing about the strategy

@@ -5,55 +5,19 @@ import json
 from concurrent.futures.process import BrokenProcessPool
 
 import pytest
-from tuned import tune_config, tune_request
+from tuned import LIMITS, SMALL, Fakes, files, tune_config, tune_request
 
 from sporeloom.cli.tune import check, main
 from sporeloom.core.errors import ConfigError
-from sporeloom.strategy.certificate import write_certificate
 from sporeloom.strategy.loader import load_strategy
-from sporeloom.tuning import certified, simulated
+from sporeloom.tuning import simulated
 from sporeloom.tuning.report import lines
 from sporeloom.tuning.run import Limits, tune
-
-LIMITS = Limits(meshes=40, simulate=6, certify=2, processes=4)
-SMALL = {"size": "tiny", "devices": 4, "batch": 8}
-
-
-class Fakes:
-    """Stands for partitioning and proving: the closed form is the simulation, and some certificates are refused."""
-
-    def __init__(self, monkeypatch):
-        self.simulated, self.certified = [], []
-        self.wrong, self.too_large, self.killed_after = set(), set(), None
-        monkeypatch.setattr(simulated, "simulate", self.simulate)
-        monkeypatch.setattr(certified, "certify_decoder", self.certify)
-
-    def simulate(self, request, candidate, path):
-        if self.killed_after == len(self.simulated):
-            raise KeyboardInterrupt
-        self.simulated.append(candidate.name)
-        number = sum(map(ord, candidate.name))
-        problem = "does not fit: rank 0" if candidate.name in self.too_large else ""
-        return {"seconds": 1 + number % 97 / 100, "peak_bytes": 1000 + number % 89, "problem": problem}
-
-    def certify(self, certification):
-        out = certification.config.out
-        self.certified.append(out.name)
-        reasons = ["dp 2: loss of step 1 differs"] if out.name in self.wrong else []
-        verdict = "refused" if reasons else "certified"
-        values = {"verdict": verdict, "reasons": reasons, "covers": certified._covered(certification)}
-        write_certificate(out / "certificate.json", values)
-        return values
 
 
 @pytest.fixture
 def fakes(monkeypatch):
     return Fakes(monkeypatch)
-
-
-def files(out):
-    """Contents of all files of a search."""
-    return {str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
 
 
 def test_the_same_inputs_give_the_same_bytes(tmp_path, fakes):
@@ -195,7 +159,10 @@ def test_all_problems_of_the_flags_are_reported_at_once(tmp_path):
     with pytest.raises(ConfigError) as refused:
         check(config)
     text = "\n".join(refused.value.problems)
-    assert "--processes 3" in text and "--devices 6" in text and "--steps has no effect without --faults" in text
+    assert "--processes 3" in text and "--steps has no effect without --faults" in text
+    assert "--devices 6: strategies are for several devices; give 2, 4 or a multiple of 8" in text
+    with pytest.raises(ConfigError, match="--restart-s has no effect without --faults"):
+        check(tune_config(tmp_path, restart_s=0.0))
     with pytest.raises(ConfigError, match="goodput needs --steps, --checkpoint-pause-s, --restart-s"):
         check(tune_config(tmp_path, faults="llama3_h100"))
 

@@ -18,6 +18,7 @@ from sporeloom.core.log import counted
 from sporeloom.core.numbers import Natural
 from sporeloom.train import audit
 from sporeloom.train.audit_chain import Chain
+from sporeloom.train.audit_settings import missing_files, settings_problems
 
 MAX_SEED = 1_000_000
 
@@ -44,6 +45,8 @@ def main(argv: Sequence[str]) -> int:
     problems = chain.problems or _head_problems(chain, config.head)
     if problems:
         return _report(problems)
+    if wrong := settings_problems(chain):
+        raise ConfigError(wrong)
     steps, starts = (
         counted(len(each), what, f"{what}s") for each, what in ((chain.steps(), "step"), (chain.starts(), "start"))
     )
@@ -82,7 +85,7 @@ def _run_again(config: AuditConfig, chain: Chain, saved: Sequence[int], has_prob
         )
     seed = secrets.randbelow(MAX_SEED) if config.seed is None else config.seed
     chosen = audit.choose(found, config.segments, seed)
-    if missing := list(dict.fromkeys(problem for segment in chosen for problem in audit.missing_files(segment))):
+    if missing := list(dict.fromkeys(problem for segment in chosen for problem in missing_files(segment.settings))):
         raise ConfigError(missing)
     print(
         f"{len(chosen)} of {counted(len(found), 'stretch', 'stretches')} run again, chosen with --seed {seed}",

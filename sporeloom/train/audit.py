@@ -47,8 +47,6 @@ LEFT_OUT = {field.name for kind in WITHOUT_EFFECT for field in dataclasses.field
     *("output_dir", "launch", "overwrite", "record", "rewind_at_spike", "rerun_every", "find_nan", "skip_steps"),
 }
 """Flags that a repetition leaves out: these, what depends on the folder, and steps to skip, which the chain names."""
-READ = ("data", "tokenizer", "from_checkpoint", "config", "parameter_groups", "curriculum", "teacher")
-"""Flags with files that a run reads."""
 COMPARED = ("data", "model", "strategy", "resolved")
 """Settings that a step depends on."""
 SHOWN_LINES = 8
@@ -122,14 +120,6 @@ def choose(found: Sequence[Segment], count: int, seed: int) -> list[Segment]:
     """Choose some segments at random, in the order of their steps."""
     chosen = random.Random(seed).sample(range(len(found)), min(count, len(found)))
     return [found[number] for number in sorted(chosen)]
-
-
-def missing_files(segment: Segment) -> Iterator[str]:
-    """Files of the run that are not there."""
-    given = segment.settings["train"]
-    for name in READ:
-        if given.get(name) and not Path(given[name]).exists():
-            yield f"--{name.replace('_', '-')} {given[name]}: not there; the run was started in {segment.settings['folder']}"
 
 
 def changed_data(segment: Segment) -> list[str]:

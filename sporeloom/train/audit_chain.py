@@ -150,8 +150,9 @@ class Chain:
         for number, line in enumerate(file_lines(path), 1):
             try:
                 record = json.loads(line)
-                fits = isinstance(record, dict) and type(record["step"]) is int and isinstance(record[HASH], str)
-            except (ValueError, KeyError, RecursionError):
+                fits = type(record["step"]) is int and isinstance(record[HASH], str)
+                fits = fits and all(isinstance(record.get(name, {}), dict) for name in (START, "state"))
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 fits = False
             if not fits:
                 chain.problems.append(f"{path}:{number}: not a record; it was cut off or edited")

@@ -52,6 +52,7 @@ def main(argv: Sequence[str]) -> int:
     )
     print(f"{chain.path}: {steps}, {starts}: every record is as it was written; head {chain.head}")
     saved, problems = audit.verify_checkpoints(chain, config.run)
+    problems = [*chain.changed_starts(), *problems]
     recorded = sorted({record["step"] for record in chain.steps() if record.get("saved")})
     print(f"checkpoints: {len(saved)} of {len(recorded)} that were saved are there with the recorded content")
     if config.segments:

@@ -25,7 +25,7 @@ from sporeloom.data.blend import BLENDS, read_blend
 from sporeloom.data.megatron import is_megatron
 from sporeloom.data.token_file import is_token_file
 from sporeloom.runtime.launch import SPORELOOM, STOPPED
-from sporeloom.train.audit_chain import SHOWN, START, Chain, Record, digest, first_difference, state_of_checkpoint
+from sporeloom.train.audit_chain import START, Chain, Record, digest, first_difference, state_of_checkpoint
 from sporeloom.train.audit_flags import AuditFlags
 from sporeloom.train.evaluation_flags import EvaluationFlags
 from sporeloom.train.flags import CheckpointFlags, ElasticFlags, ValidationFlags
@@ -49,7 +49,8 @@ LEFT_OUT = {field.name for kind in WITHOUT_EFFECT for field in dataclasses.field
 """Flags that a repetition leaves out: these, what depends on the folder, and steps to skip, which the chain names."""
 COMPARED = ("data", "model", "strategy", "resolved")
 """Settings that a step depends on."""
-SHOWN_LINES = 8
+SHOWN_LINES, SHOWN = 8, 16
+"""Number of lines of an error, and of digits of a hash, in messages."""
 
 
 @dataclass(frozen=True)
@@ -181,8 +182,8 @@ def differences(chain: Chain, again: Chain, segment: Segment) -> Iterator[str]:
         for name in [*was, *(name for name in found if name not in was)]:
             if was.get(name) != found.get(name):
                 yield f"{part} {name} was {was.get(name)!r:.60}, is {found.get(name)!r:.60}"
-    states = chain.states()
-    if tensor := first_difference(states[segment.first], now["state"]):
+    start = segment.start if segment.start["step"] == segment.first else None  # it has the layout of the repetition
+    if tensor := first_difference(start["state"] if start else chain.states()[segment.first], now["state"]):
         yield f"step {segment.first}, tensor {tensor}: the state that the steps begin with is not the recorded one"
     repeated = {record["step"]: record for record in again.steps()}
     has_step = False
@@ -211,7 +212,7 @@ def _step_differences(record: Record, again: Record) -> Iterator[str]:
             yield f"{where}: {name} {record.get(name)} was recorded, {again.get(name)} is computed"
     recorded, found = record.get("state"), again.get("state")
     if recorded and found and (tensor := first_difference(recorded, found)):
-        was, now = (str(state.get(tensor))[:SHOWN] for state in (recorded, found))
+        was, now = (str(state.get(tensor)).rpartition("-")[2][:SHOWN] for state in (recorded, found))
         yield f"{where}, tensor {tensor}: hash {was} was recorded, {now} is computed"
 
 

@@ -15,6 +15,7 @@ from sporeloom.train.audit_chain import (
     ChainFile,
     digest,
     first_difference,
+    has_same_layout,
     linked,
     part_digests,
     state_of_parts,
@@ -153,3 +154,33 @@ def test_the_hash_of_a_tensor_is_that_of_its_slices():
     whole[1, 3] = np.nextafter(whole[1, 3], np.float32(9))
     other = state_of_parts([part_digests({"w": LocalTensor(whole[:, i : i + 2], (0, i), whole.shape)}) for i in (0, 2)])
     assert first_difference(state, other) == "w" and first_difference(state, state) is None
+
+
+def test_the_checksum_of_a_tensor_is_the_same_in_every_layout():
+    whole = np.arange(8, dtype=np.float32).reshape(2, 4)
+
+    def state_of(dim):
+        starts = [(0, 0), (1, 0)] if dim == 0 else [(0, 0), (0, 2)]
+        slices = np.split(whole, 2, axis=dim)
+        parts = zip(slices, starts, strict=True)
+        return state_of_parts([part_digests({"w": LocalTensor(each, start, whole.shape)}) for each, start in parts])
+
+    rows, columns = state_of(0), state_of(1)
+    assert rows != columns and first_difference(rows, columns) is None
+    assert has_same_layout(rows, rows) and not has_same_layout(rows, columns)
+    whole[1, 3] = np.nextafter(whole[1, 3], np.float32(9))
+    assert first_difference(rows, state_of(1)) == "w" and first_difference(rows, state_of(0)) == "w"
+    content, layout, sha256 = rows["w"].split("-")
+    assert first_difference(rows, {"w": f"{content}-{layout}-{sha256[::-1]}"}) == "w"  # SHA-256 in the same layout
+
+
+def test_a_start_with_another_state_than_the_step_had_is_a_difference(run):
+    file = ChainFile(run, 4)
+    file.append({"step": 4, "start": SETTINGS, "state": {"w": "4"}})
+    assert list(Chain.read(run).changed_starts()) == []
+    file.append({"step": 4, "start": SETTINGS, "state": {"w": "changed"}})
+    chain = Chain.read(run)
+    assert chain.problems == []
+    (problem,) = chain.changed_starts()
+    assert "step 4, tensor w: the run was resumed with another content" in problem
+    assert chain.states()[4] == {"w": "4"}  # checkpoints are compared with what was saved

@@ -51,10 +51,12 @@ def main(argv: Sequence[str]) -> int:
         counted(len(each), what, f"{what}s") for each, what in ((chain.steps(), "step"), (chain.starts(), "start"))
     )
     print(f"{chain.path}: {steps}, {starts}: every record is as it was written; head {chain.head}")
-    saved, problems = audit.verify_checkpoints(chain, config.run)
+    saved, problems, unknown = audit.verify_checkpoints(chain, config.run)
     problems = [*chain.changed_starts(), *problems]
     recorded = sorted({record["step"] for record in chain.steps() if record.get("saved")})
     print(f"checkpoints: {len(saved)} of {len(recorded)} that were saved are there with the recorded content")
+    for what in unknown:
+        print(f"not verified: {what}")
     if config.segments:
         problems = [*problems, *_run_again(config, chain, saved, bool(problems))]
     return _report(problems)

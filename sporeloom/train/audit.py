@@ -71,9 +71,11 @@ class Segment:
         return dict(self.start[START])
 
 
-def verify_checkpoints(chain: Chain, folder: Path) -> tuple[list[int], list[str]]:
-    """Compare the content of all checkpoints with the chain. Returns the steps of those that agree, and what differs."""
-    states, sound, differences = chain.states(), [], []
+def verify_checkpoints(chain: Chain, folder: Path) -> tuple[list[int], list[str], list[str]]:
+    """Compare the content of all checkpoints with the chain. Returns the steps of those that agree, what differs, and what
+    cannot be compared."""
+    states, sound, differences, unknown = chain.states(), list[int](), list[str](), list[str]()
+    steps = {record["step"] for record in chain.steps()}
     for path in reversed(checkpoints(folder / CHECKPOINTS)):
         try:
             manifest = read_manifest(path)
@@ -84,14 +86,16 @@ def verify_checkpoints(chain: Chain, folder: Path) -> tuple[list[int], list[str]
         recorded = states.get(manifest.step)
         if path.name != FOLDER.format(manifest.step):
             differences.append(f"{path}: holds step {manifest.step}, not that of its name")
+        elif recorded is None and manifest.step in steps:
+            unknown.append(f"{path}: its state was not recorded: it was saved after an error")
         elif recorded is None:
             if manifest.step >= chain.records[0]["step"]:
-                differences.append(f"{path}: the chain has no state of step {manifest.step}")
+                differences.append(f"{path}: the chain has no record of step {manifest.step}")
         elif (name := first_difference(recorded, found)) is not None:
             differences.append(f"{path}: step {manifest.step}, tensor {name}: not the content that the chain recorded")
         else:
             sound.append(manifest.step)
-    return sound, differences
+    return sound, differences, unknown
 
 
 def segments(chain: Chain, saved: Sequence[int]) -> list[Segment]:
@@ -182,8 +186,9 @@ def differences(chain: Chain, again: Chain, segment: Segment) -> Iterator[str]:
         for name in [*was, *(name for name in found if name not in was)]:
             if was.get(name) != found.get(name):
                 yield f"{part} {name} was {was.get(name)!r:.60}, is {found.get(name)!r:.60}"
-    start = segment.start if segment.start["step"] == segment.first else None  # it has the layout of the repetition
-    if tensor := first_difference(start["state"] if start else chain.states()[segment.first], now["state"]):
+    states, start = chain.states(), segment.start
+    begin = start["state"] if start["step"] == segment.first else states[segment.first]  # of one layout, if possible
+    if tensor := first_difference(begin, now["state"]):
         yield f"step {segment.first}, tensor {tensor}: the state that the steps begin with is not the recorded one"
     repeated = {record["step"]: record for record in again.steps()}
     has_step = False
@@ -195,7 +200,7 @@ def differences(chain: Chain, again: Chain, segment: Segment) -> Iterator[str]:
         if other is None:
             yield f"step {step}: did not run again"
             return
-        found = list(_step_differences(record, other))
+        found = list(_step_differences({**record, "state": states.get(step)}, other))
         yield from found if not has_step else found[-1:]
         has_step = has_step or bool(found)
         if any(", tensor " in line for line in found):

@@ -2,12 +2,14 @@
 """The hash chain of a run: a record that was changed, removed, reordered or cut off is named."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from sporeloom.checkpoint.sharded import LocalTensor
 from sporeloom.core.errors import ConfigError
+from sporeloom.train import audit
 from sporeloom.train.audit import choose, segments
 from sporeloom.train.audit_chain import (
     FILE,
@@ -184,3 +186,16 @@ def test_a_start_with_another_state_than_the_step_had_is_a_difference(run):
     (problem,) = chain.changed_starts()
     assert "step 4, tensor w: the run was resumed with another content" in problem
     assert chain.states()[4] == {"w": "4"}  # checkpoints are compared with what was saved
+
+
+def test_a_checkpoint_without_a_recorded_state_is_not_verified(run, monkeypatch):
+    manifest = SimpleNamespace(step=3)
+    monkeypatch.setattr(audit, "checkpoints", lambda folder: [folder / "step-00000003"])
+    monkeypatch.setattr(audit, "read_manifest", lambda path: manifest)
+    monkeypatch.setattr(audit, "state_of_checkpoint", lambda path, manifest: {"w": "3"})
+    sound, differences, (unknown,) = audit.verify_checkpoints(Chain.read(run), run)
+    assert (sound, differences) == ([], []) and "was not recorded" in unknown
+    manifest.step = 8
+    monkeypatch.setattr(audit, "checkpoints", lambda folder: [folder / "step-00000008"])
+    sound, (difference,), unknown = audit.verify_checkpoints(Chain.read(run), run)
+    assert (sound, unknown) == ([], []) and "no record of step 8" in difference

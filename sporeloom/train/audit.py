@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -49,6 +50,10 @@ LEFT_OUT = {field.name for kind in WITHOUT_EFFECT for field in dataclasses.field
 """Flags that a repetition leaves out: these, what depends on the folder, and steps to skip, which the chain names."""
 COMPARED = ("data", "model", "strategy", "resolved")
 """Settings that a step depends on."""
+REFERENCE = "reference.npy"
+"""Log-probabilities by the initial model, which a DPO run has computed."""
+CHANGED = re.compile(r": (data|model|optimizer|lora) \w+ was .*, is |FloatingPointError: ", re.DOTALL)
+"""Errors of a repetition that show that it is not the run of the chain."""
 SHOWN_LINES, SHOWN = 8, 16
 """Number of lines of an error, and of digits of a hash, in messages."""
 
@@ -144,7 +149,11 @@ def other_versions(segment: Segment) -> list[str]:
 
 
 def run_again(chain: Chain, folder: Path, segment: Segment, scratch: Path) -> list[str]:
-    """Train the steps of a segment again from its checkpoint. Returns what differs from the chain; empty: nothing."""
+    """Train the steps of a segment again from its checkpoint. Returns what differs from the chain; empty: nothing.
+
+    Raises:
+        ConfigError: they cannot run again.
+    """
     out = scratch / f"steps-{segment.first}-{segment.last}"
     data = scratch / DATA
     data.mkdir(exist_ok=True)
@@ -154,12 +163,17 @@ def run_again(chain: Chain, folder: Path, segment: Segment, scratch: Path) -> li
         name = FOLDER.format(segment.first)
         (out / CHECKPOINTS).mkdir()
         (out / CHECKPOINTS / name).symlink_to((folder / CHECKPOINTS / name).resolve(), target_is_directory=True)
+        if (reference := folder / REFERENCE).exists():  # its hash is in the checkpoint
+            (out / REFERENCE).symlink_to(reference.resolve())
     words = _command(chain, segment, out)
     done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL, errors="replace")
     if done.returncode not in (0, STOPPED):
         said = [line for line in split_lines(done.stderr.strip()) if line.strip()]
         at = next((i for i, line in enumerate(said) if line.startswith("error: ")), max(0, len(said) - SHOWN_LINES))
-        return [f"{segment} cannot run again: {' '.join(said[at : at + SHOWN_LINES]).removeprefix('error: ')}"]
+        why = " ".join(said[at : at + SHOWN_LINES]).removeprefix("error: ")
+        if CHANGED.search(why):  # than the checkpoint says, which a resumed run refuses; or weights that are lost
+            return [f"{segment}: {why}"]
+        raise ConfigError(f"{segment} cannot run again: {why}")
     again = Chain.read(out)
     return again.problems or list(differences(chain, again, segment))
 

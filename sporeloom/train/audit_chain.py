@@ -4,6 +4,7 @@ docs/how-to/audit.md lists the fields. Without MindSpore."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -96,7 +97,7 @@ def state_of_checkpoint(folder: Path, manifest: Manifest) -> State:
     """
     reader = CheckpointReader(folder, manifest)
     return {
-        name: state_of_slices((part.bounds for part in entry.parts), lambda part, name=name: reader.read(name, part))
+        name: state_of_slices((part.bounds for part in entry.parts), functools.partial(reader.read, name))
         for name, entry in sorted(manifest.tensors.items())
     }
 
@@ -178,6 +179,7 @@ class Chain:
                 record = json.loads(line)
                 fits = type(record["step"]) is int and isinstance(record[HASH], str)
                 fits = fits and all(isinstance(record.get(name, {}), dict) for name in (START, "state"))
+                fits = fits and all(isinstance(each, str) for each in record.get("state", {}).values())
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 fits = False
             if not fits:

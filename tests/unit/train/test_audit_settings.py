@@ -70,7 +70,13 @@ def test_nothing_runs_with_refused_settings(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "record", ['{"step": 0, "start": [], "hash": "0"}', '{"step": 0, "state": 1, "hash": "0"}', "[]"]
+    "record",
+    [
+        '{"step": 0, "start": [], "hash": "0"}',
+        '{"step": 0, "state": 1, "hash": "0"}',
+        '{"step": 0, "state": {"w": 1}, "hash": "0"}',
+        "[]",
+    ],
 )
 def test_a_line_that_is_not_a_record_is_named(tmp_path, record):
     (tmp_path / "audit.jsonl").write_text(record + "\n")

@@ -58,12 +58,14 @@ def _part_digest(array: np.ndarray[Any, Any], start: Sequence[int]) -> list[Any]
 
 
 def _tensor_hash(parts: Sequence[list[Any]]) -> str:
-    """Hashes of a tensor: the checksum of its content, which is the same for every layout; a hash of the layout; SHA-256 of
-    the content in this layout."""
+    """Hashes of a tensor: shape, dtype and checksum of its content, which are the same for every layout; a hash of the
+    layout; SHA-256 of the content in this layout."""
     ordered = sorted(parts)
     content = sum(int(part[-1], 16) for part in ordered) & MASK
     layout = digest([part[:3] for part in ordered])[:LAYOUT_DIGITS]
-    return f"{content:016x}-{layout}-{digest([part[:4] for part in ordered])}"
+    ends = ([a + n for a, n in zip(start, shape, strict=True)] for start, shape, *_ in ordered)
+    whole = "x".join(str(max(each)) for each in zip(*ends, strict=True))
+    return f"{whole}:{ordered[0][2]}:{content:016x}-{layout}-{digest([part[:4] for part in ordered])}"
 
 
 def is_same_content(recorded: str | None, found: str | None) -> bool:

@@ -4,7 +4,8 @@
     sporeloom train --data corpus.txt --steps 100 --save-every 20 --audit-every 10 --output-dir out
     sporeloom audit out --segments 3
 
-Exit code 1: a record, a checkpoint, the data or a step is not as the run recorded it.
+Exit code 1: a record, a checkpoint, the exported weights, the data or a step is not as the run recorded it. Exit code 2: it
+could not be verified.
 """
 
 import secrets
@@ -13,11 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sporeloom.core.command_line import argument, check_numbers, option, parse_args
-from sporeloom.core.errors import ConfigError
+from sporeloom.core.errors import ConfigError, Problems
 from sporeloom.core.log import counted
 from sporeloom.core.numbers import Natural
 from sporeloom.train import audit
 from sporeloom.train.audit_chain import Chain
+from sporeloom.train.audit_settings import missing_files, settings_problems
+from sporeloom.train.audit_weights import verify_weights
 
 MAX_SEED = 1_000_000
 
@@ -44,13 +47,20 @@ def main(argv: Sequence[str]) -> int:
     problems = chain.problems or _head_problems(chain, config.head)
     if problems:
         return _report(problems)
+    if wrong := settings_problems(chain):
+        raise ConfigError(wrong)
     steps, starts = (
         counted(len(each), what, f"{what}s") for each, what in ((chain.steps(), "step"), (chain.starts(), "start"))
     )
     print(f"{chain.path}: {steps}, {starts}: every record is as it was written; head {chain.head}")
-    saved, problems = audit.verify_checkpoints(chain, config.run)
+    saved, problems, unknown = audit.verify_checkpoints(chain, config.run)
+    problems = [*chain.changed_starts(), *problems]
     recorded = sorted({record["step"] for record in chain.steps() if record.get("saved")})
     print(f"checkpoints: {len(saved)} of {len(recorded)} that were saved are there with the recorded content")
+    weights = verify_weights(chain, config.run, audit.CHECKPOINTS)
+    problems = [*problems, *weights.differences]
+    for line in [*weights.verified, *(f"not verified: {what}" for what in [*unknown, *weights.unknown])]:
+        print(line)
     if config.segments:
         problems = [*problems, *_run_again(config, chain, saved, bool(problems))]
     return _report(problems)
@@ -66,7 +76,7 @@ def _run_again(config: AuditConfig, chain: Chain, saved: Sequence[int], has_prob
     """Run some segments again. Returns what differs.
 
     Raises:
-        ConfigError: nothing can run again.
+        ConfigError: nothing can run again; or nothing differs, and not all segments could run.
     """
     if not saved:
         if has_problems:
@@ -82,7 +92,7 @@ def _run_again(config: AuditConfig, chain: Chain, saved: Sequence[int], has_prob
         )
     seed = secrets.randbelow(MAX_SEED) if config.seed is None else config.seed
     chosen = audit.choose(found, config.segments, seed)
-    if missing := list(dict.fromkeys(problem for segment in chosen for problem in audit.missing_files(segment))):
+    if missing := list(dict.fromkeys(problem for segment in chosen for problem in missing_files(segment.settings))):
         raise ConfigError(missing)
     print(
         f"{len(chosen)} of {counted(len(found), 'stretch', 'stretches')} run again, chosen with --seed {seed}",
@@ -92,12 +102,17 @@ def _run_again(config: AuditConfig, chain: Chain, saved: Sequence[int], has_prob
         print(f"other version: the run was made with {what}")
     if changed := audit.changed_data(chosen[0]):
         return [f"data: {problem}" for problem in changed]
-    problems: list[str] = []
+    problems, failed = list[str](), Problems()
     with audit.scratch_folder() as scratch:
         for segment in chosen:
-            differences = audit.run_again(chain, config.run, segment, Path(scratch))
-            print(f"{segment}: {'not as recorded' if differences else 'bit for bit as recorded'}", flush=True)
-            problems += differences
+            differences = failed.of(audit.run_again, chain, config.run, segment, Path(scratch))
+            if differences is not None:
+                print(f"{segment}: {'not as recorded' if differences else 'bit for bit as recorded'}", flush=True)
+                problems += differences
+    if failed and not (problems or has_problems):
+        raise ConfigError(failed)
+    for what in failed:
+        print(f"not verified: {what}")
     return problems
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -25,7 +26,7 @@ from sporeloom.data.blend import BLENDS, read_blend
 from sporeloom.data.megatron import is_megatron
 from sporeloom.data.token_file import is_token_file
 from sporeloom.runtime.launch import SPORELOOM, STOPPED
-from sporeloom.train.audit_chain import SHOWN, START, Chain, Record, digest, first_difference, state_of_checkpoint
+from sporeloom.train.audit_chain import START, Chain, Record, digest, first_difference, state_of_checkpoint
 from sporeloom.train.audit_flags import AuditFlags
 from sporeloom.train.evaluation_flags import EvaluationFlags
 from sporeloom.train.flags import CheckpointFlags, ElasticFlags, ValidationFlags
@@ -47,11 +48,14 @@ LEFT_OUT = {field.name for kind in WITHOUT_EFFECT for field in dataclasses.field
     *("output_dir", "launch", "overwrite", "record", "rewind_at_spike", "rerun_every", "find_nan", "skip_steps"),
 }
 """Flags that a repetition leaves out: these, what depends on the folder, and steps to skip, which the chain names."""
-READ = ("data", "tokenizer", "from_checkpoint", "config", "parameter_groups", "curriculum", "teacher")
-"""Flags with files that a run reads."""
 COMPARED = ("data", "model", "strategy", "resolved")
 """Settings that a step depends on."""
-SHOWN_LINES = 8
+REFERENCE = "reference.npy"
+"""Log-probabilities by the initial model, which a DPO run has computed."""
+CHANGED = re.compile(r": (data|model|optimizer|lora) \w+ was .*, is |FloatingPointError: ", re.DOTALL)
+"""Errors of a repetition that show that it is not the run of the chain."""
+SHOWN_LINES, SHOWN = 8, 16
+"""Number of lines of an error, and of digits of a hash, in messages."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +76,11 @@ class Segment:
         return dict(self.start[START])
 
 
-def verify_checkpoints(chain: Chain, folder: Path) -> tuple[list[int], list[str]]:
-    """Compare the content of all checkpoints with the chain. Returns the steps of those that agree, and what differs."""
-    states, sound, differences = chain.states(), [], []
+def verify_checkpoints(chain: Chain, folder: Path) -> tuple[list[int], list[str], list[str]]:
+    """Compare the content of all checkpoints with the chain. Returns the steps of those that agree, what differs, and what
+    cannot be compared."""
+    states, sound, differences, unknown = chain.states(), list[int](), list[str](), list[str]()
+    steps = {record["step"] for record in chain.steps()}
     for path in reversed(checkpoints(folder / CHECKPOINTS)):
         try:
             manifest = read_manifest(path)
@@ -85,14 +91,16 @@ def verify_checkpoints(chain: Chain, folder: Path) -> tuple[list[int], list[str]
         recorded = states.get(manifest.step)
         if path.name != FOLDER.format(manifest.step):
             differences.append(f"{path}: holds step {manifest.step}, not that of its name")
+        elif recorded is None and manifest.step in steps:
+            unknown.append(f"{path}: its state was not recorded: it was saved after an error")
         elif recorded is None:
             if manifest.step >= chain.records[0]["step"]:
-                differences.append(f"{path}: the chain has no state of step {manifest.step}")
+                differences.append(f"{path}: the chain has no record of step {manifest.step}")
         elif (name := first_difference(recorded, found)) is not None:
             differences.append(f"{path}: step {manifest.step}, tensor {name}: not the content that the chain recorded")
         else:
             sound.append(manifest.step)
-    return sound, differences
+    return sound, differences, unknown
 
 
 def segments(chain: Chain, saved: Sequence[int]) -> list[Segment]:
@@ -124,14 +132,6 @@ def choose(found: Sequence[Segment], count: int, seed: int) -> list[Segment]:
     return [found[number] for number in sorted(chosen)]
 
 
-def missing_files(segment: Segment) -> Iterator[str]:
-    """Files of the run that are not there."""
-    given = segment.settings["train"]
-    for name in READ:
-        if given.get(name) and not Path(given[name]).exists():
-            yield f"--{name.replace('_', '-')} {given[name]}: not there; the run was started in {segment.settings['folder']}"
-
-
 def changed_data(segment: Segment) -> list[str]:
     """Read all token files of a run, which training reads in parts. Returns what is not as it was written."""
     path, problems = Path(segment.settings["train"]["data"]), Problems()
@@ -149,7 +149,11 @@ def other_versions(segment: Segment) -> list[str]:
 
 
 def run_again(chain: Chain, folder: Path, segment: Segment, scratch: Path) -> list[str]:
-    """Train the steps of a segment again from its checkpoint. Returns what differs from the chain; empty: nothing."""
+    """Train the steps of a segment again from its checkpoint. Returns what differs from the chain; empty: nothing.
+
+    Raises:
+        ConfigError: they cannot run again.
+    """
     out = scratch / f"steps-{segment.first}-{segment.last}"
     data = scratch / DATA
     data.mkdir(exist_ok=True)
@@ -159,12 +163,17 @@ def run_again(chain: Chain, folder: Path, segment: Segment, scratch: Path) -> li
         name = FOLDER.format(segment.first)
         (out / CHECKPOINTS).mkdir()
         (out / CHECKPOINTS / name).symlink_to((folder / CHECKPOINTS / name).resolve(), target_is_directory=True)
+        if (reference := folder / REFERENCE).exists():  # its hash is in the checkpoint
+            (out / REFERENCE).symlink_to(reference.resolve())
     words = _command(chain, segment, out)
     done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL, errors="replace")
     if done.returncode not in (0, STOPPED):
         said = [line for line in split_lines(done.stderr.strip()) if line.strip()]
         at = next((i for i, line in enumerate(said) if line.startswith("error: ")), max(0, len(said) - SHOWN_LINES))
-        return [f"{segment} cannot run again: {' '.join(said[at : at + SHOWN_LINES]).removeprefix('error: ')}"]
+        why = " ".join(said[at : at + SHOWN_LINES]).removeprefix("error: ")
+        if CHANGED.search(why):  # than the checkpoint says, which a resumed run refuses; or weights that are lost
+            return [f"{segment}: {why}"]
+        raise ConfigError(f"{segment} cannot run again: {why}")
     again = Chain.read(out)
     return again.problems or list(differences(chain, again, segment))
 
@@ -191,8 +200,9 @@ def differences(chain: Chain, again: Chain, segment: Segment) -> Iterator[str]:
         for name in [*was, *(name for name in found if name not in was)]:
             if was.get(name) != found.get(name):
                 yield f"{part} {name} was {was.get(name)!r:.60}, is {found.get(name)!r:.60}"
-    states = chain.states()
-    if tensor := first_difference(states[segment.first], now["state"]):
+    states, start = chain.states(), segment.start
+    begin = start["state"] if start["step"] == segment.first else states[segment.first]  # of one layout, if possible
+    if tensor := first_difference(begin, now["state"]):
         yield f"step {segment.first}, tensor {tensor}: the state that the steps begin with is not the recorded one"
     repeated = {record["step"]: record for record in again.steps()}
     has_step = False
@@ -204,7 +214,7 @@ def differences(chain: Chain, again: Chain, segment: Segment) -> Iterator[str]:
         if other is None:
             yield f"step {step}: did not run again"
             return
-        found = list(_step_differences(record, other))
+        found = list(_step_differences({**record, "state": states.get(step)}, other))
         yield from found if not has_step else found[-1:]
         has_step = has_step or bool(found)
         if any(", tensor " in line for line in found):
@@ -221,7 +231,7 @@ def _step_differences(record: Record, again: Record) -> Iterator[str]:
             yield f"{where}: {name} {record.get(name)} was recorded, {again.get(name)} is computed"
     recorded, found = record.get("state"), again.get("state")
     if recorded and found and (tensor := first_difference(recorded, found)):
-        was, now = (str(state.get(tensor))[:SHOWN] for state in (recorded, found))
+        was, now = (str(state.get(tensor)).rpartition("-")[2][:SHOWN] for state in (recorded, found))
         yield f"{where}, tensor {tensor}: hash {was} was recorded, {now} is computed"
 
 

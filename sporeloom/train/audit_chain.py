@@ -4,31 +4,34 @@ docs/how-to/audit.md lists the fields. Without MindSpore."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from sporeloom.checkpoint.content_hash import MASK, content_hash
 from sporeloom.checkpoint.manifest import Manifest
 from sporeloom.checkpoint.sharded import CheckpointReader, LocalTensor
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.files import write_text_atomically
 from sporeloom.core.json_text import json_text
 from sporeloom.core.lines import file_lines
+from sporeloom.strategy.tensor_slice import TensorSlice
 
 FILE = "audit.jsonl"
 HASH, PREVIOUS, START = "hash", "previous", "start"
 FIRST = "0" * 64
 """Hash before the first record."""
-SHOWN = 16
-"""Number of digits of a hash in messages."""
+LAYOUT_DIGITS = 8
+"""Number of digits of the hash of a layout."""
 Record = dict[str, Any]
 State = dict[str, str]
-"""Tensor -> SHA-256 of its content."""
+"""Tensor -> hashes of its content: `content-layout-sha256`, see `_tensor_hash`."""
 
 
 def digest(value: Any) -> str:
@@ -44,11 +47,39 @@ def linked(record: Mapping[str, Any], previous: str) -> Record:
 
 
 def part_digests(slices: Mapping[str, LocalTensor]) -> dict[str, list[Any]]:
-    """Tensor -> start, shape, dtype and SHA-256 of the content of a rank's slice."""
-    return {
-        name: [[*part.start], [*part.bounds.shape], part.array.dtype.name, _content(part.array)]
-        for name, part in slices.items()
-    }
+    """Tensor -> what `_tensor_hash` needs of a rank's slice."""
+    return {name: _part_digest(part.array, part.start) for name, part in slices.items()}
+
+
+def _part_digest(array: np.ndarray[Any, Any], start: Sequence[int]) -> list[Any]:
+    """Start, shape, dtype, SHA-256 and checksum of the content of a slice."""
+    content = hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
+    return [[*start], [*array.shape], array.dtype.name, content, f"{content_hash(array, start):016x}"]
+
+
+def _tensor_hash(parts: Sequence[list[Any]]) -> str:
+    """Hashes of a tensor: shape, dtype and checksum of its content, which are the same for every layout; a hash of the
+    layout; SHA-256 of the content in this layout."""
+    ordered = sorted(parts)
+    content = sum(int(part[-1], 16) for part in ordered) & MASK
+    layout = digest([part[:3] for part in ordered])[:LAYOUT_DIGITS]
+    ends = ([a + n for a, n in zip(start, shape, strict=True)] for start, shape, *_ in ordered)
+    whole = "x".join(str(max(each)) for each in zip(*ends, strict=True))
+    return f"{whole}:{ordered[0][2]}:{content:016x}-{layout}-{digest([part[:4] for part in ordered])}"
+
+
+def is_same_content(recorded: str | None, found: str | None) -> bool:
+    """Compare two hashes of a tensor: by SHA-256 where the layout is the same, otherwise by the checksum."""
+    if not isinstance(recorded, str) or not isinstance(found, str):
+        return False
+    first, second = recorded.split("-"), found.split("-")
+    is_other_layout = len(first) == len(second) == 3 and first[1] != second[1]
+    return first[0] == second[0] if is_other_layout else first == second
+
+
+def has_same_layout(recorded: State, found: State) -> bool:
+    """Whether all tensors of both states are compared by SHA-256."""
+    return all(recorded[name].split("-")[1:2] == found[name].split("-")[1:2] for name in {*recorded} & {*found})
 
 
 def state_of_parts(of_ranks: Sequence[Mapping[str, list[Any]]]) -> State:
@@ -57,7 +88,7 @@ def state_of_parts(of_ranks: Sequence[Mapping[str, list[Any]]]) -> State:
     for of_rank in of_ranks:
         for name, part in of_rank.items():
             parts.setdefault(name, []).append(part)
-    return {name: digest(sorted(parts[name])) for name in sorted(parts)}
+    return {name: _tensor_hash(parts[name]) for name in sorted(parts)}
 
 
 def state_of_checkpoint(folder: Path, manifest: Manifest) -> State:
@@ -66,24 +97,22 @@ def state_of_checkpoint(folder: Path, manifest: Manifest) -> State:
     Raises:
         ConfigError: a file cannot be read.
     """
-    reader, found = CheckpointReader(folder, manifest), {}
-    for name, entry in sorted(manifest.tensors.items()):
-        parts = [
-            [[*p.bounds.start], [*p.bounds.shape], entry.dtype, _content(reader.read(name, p.bounds))]
-            for p in entry.parts
-        ]
-        found[name] = digest(sorted(parts))
-    return found
+    reader = CheckpointReader(folder, manifest)
+    return {
+        name: state_of_slices((part.bounds for part in entry.parts), functools.partial(reader.read, name))
+        for name, entry in sorted(manifest.tensors.items())
+    }
 
 
-def _content(array: np.ndarray[Any, Any]) -> str:
-    return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
+def state_of_slices(slices: Iterable[TensorSlice], read: Callable[[TensorSlice], np.ndarray[Any, Any]]) -> str:
+    """Hashes of a tensor in the layout of `slices`, which `read` reads."""
+    return _tensor_hash([_part_digest(read(part), part.start) for part in slices])
 
 
 def first_difference(recorded: State, found: State) -> str | None:
     """The first tensor by name that differs or that only one has; None: all are equal."""
     names = sorted({*recorded, *found})
-    return next((name for name in names if recorded.get(name) != found.get(name)), None)
+    return next((name for name in names if not is_same_content(recorded.get(name), found.get(name))), None)
 
 
 class ChainFile:
@@ -150,8 +179,10 @@ class Chain:
         for number, line in enumerate(file_lines(path), 1):
             try:
                 record = json.loads(line)
-                fits = isinstance(record, dict) and type(record["step"]) is int and isinstance(record[HASH], str)
-            except (ValueError, KeyError, RecursionError):
+                fits = type(record["step"]) is int and isinstance(record[HASH], str)
+                fits = fits and all(isinstance(record.get(name, {}), dict) for name in (START, "state"))
+                fits = fits and all(isinstance(each, str) for each in record.get("state", {}).values())
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 fits = False
             if not fits:
                 chain.problems.append(f"{path}:{number}: not a record; it was cut off or edited")
@@ -191,8 +222,23 @@ class Chain:
         return [record for record in self.records if START not in record]
 
     def states(self) -> dict[int, State]:
-        """Step -> hashes of the tensors after it."""
-        return {record["step"]: record["state"] for record in self.records if record.get("state")}
+        """Step -> hashes of the tensors after it; those that a start began with where the step has none."""
+        ordered = [*self.starts(), *self.steps()]
+        return {record["step"]: record["state"] for record in ordered if record.get("state")}
+
+    def changed_starts(self) -> Iterator[str]:
+        """List the starts that did not begin with the state that their run had saved."""
+        saved: State | None = None
+        for record in self.records:
+            if START not in record:
+                saved = record.get("state")
+                continue
+            if saved and (name := first_difference(saved, record.get("state", {}))):
+                yield (
+                    f"{self.path}: step {record['step']}, tensor {name}: the run was resumed with another content than it "
+                    "had after that step"
+                )
+            saved = record.get("state")
 
 
 def _gap(record: Record, before: Record | None) -> str:

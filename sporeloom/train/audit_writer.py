@@ -37,7 +37,7 @@ class AuditWriter:
         steps_done: int,
     ):
         self.every, self.engine = run.config.audit_every, engine
-        self.saves = bool(run.config.save_every or run.config.save_minutes)
+        self.saves, self.num_steps = bool(run.config.save_every or run.config.save_minutes), run.config.steps
         self.settings = json.loads(json_text(settings))
         self.snapshot, self.sample_ids = snapshot, sample_ids
         self.configuration = digest(self.settings)
@@ -52,10 +52,11 @@ class AuditWriter:
             values = {"loss": metrics.loss, "grad_norm": metrics.grad_norm}
             self._pending |= {"samples": self.sample_ids(metrics.step - 1), **values}
 
-    def before_saving(self, step: int, slices: Slices) -> None:
-        """Write the record of a step whose state is about to be saved."""
+    def before_saving(self, step: int, slices: Slices | None) -> None:
+        """Write the record of a step whose state is about to be saved. `slices`: None after an error, which other ranks may
+        not have, so that they take no part; the record is then without a state."""
         if self._pending and self._pending["step"] == step:
-            self._write({"state": self._state(slices), "saved": True})
+            self._write({} if slices is None else {"state": self._state(slices), "saved": True})
 
     def end(self, is_last: bool) -> None:
         """Write the record of the step, if it is not written."""
@@ -68,9 +69,8 @@ class AuditWriter:
             self._write({})
 
     def skip(self, step: int) -> None:
-        """Record a step that is skipped."""
+        """Take down a step that is skipped; it is written like others."""
         self._pending = {"step": step, "configuration": self.configuration, "skipped": True}
-        self._write({})
 
     def rewind(self, steps_done: int, step: int) -> None:
         """Take back the records after `steps_done`, whose state is there again: the steps up to `step` count as skipped."""
@@ -80,6 +80,8 @@ class AuditWriter:
         self._start(steps_done)
         for skipped in range(steps_done + 1, step + 1):
             self.skip(skipped)
+            if skipped < self.num_steps:  # the state of the last one may be saved next
+                self.end(False)
 
     def _start(self, steps_done: int) -> None:
         self._pending = {"step": steps_done, START: self.settings}

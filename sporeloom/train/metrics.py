@@ -62,7 +62,7 @@ class StepMetrics:
     communication_s: float | None = None
     """Seconds of the step in which it communicates and does not compute (exposed communication); CPU processes alone."""
     data_s: float | None = None
-    """Seconds of the step in which it waits for its batch."""
+    """Seconds of the step in which it waits for its batch; of `grpo`, `ppo` and `distill --lmbda` mainly sampling."""
     more: Mapping[str, Any] = field(default_factory=dict)
     """Further metrics of the task."""
 

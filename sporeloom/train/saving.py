@@ -91,7 +91,8 @@ class Saver:
         add_files: puts what else belongs to a checkpoint, the tokenizer, into its folder.
         last_step: the step whose state is saved already.
         memory: folder in memory for the newest state of an elastic run, and the interval in steps at which it is written.
-        before_saving: called with a step and this rank's slices of its state before they are written.
+        before_saving: called with a step and this rank's slices of its state before they are written; after an error, which
+            other ranks may not have, with None in place of slices.
     """
 
     def __init__(
@@ -109,13 +110,13 @@ class Saver:
         in_background: bool = False,
         last_step: int | None = None,
         memory: tuple[Path, int] | None = None,
-        before_saving: Callable[[int, Mapping[str, LocalTensor]], None] = lambda step, slices: None,
+        before_saving: Callable[[int, Mapping[str, LocalTensor] | None], None] = lambda step, slices: None,
     ):
         self.cell, self.engine, self.report, self.root = cell, engine, report, root
         self.about, self.add_files = about, add_files
         self.every, self.minutes, self.keep_last, self.in_background = every, minutes, keep_last, in_background
         self.last_step, self.memory, self.before_saving = last_step, memory, before_saving
-        self.stop_requested = False
+        self.stop_requested = self._has_failed = False
         self._wait_s = WAIT_S
         self._last_time = time.monotonic()
         self._thread: threading.Thread | None = None
@@ -156,7 +157,7 @@ class Saver:
         """Write the state to a folder of states, in the background if the run does so."""
         self.wait()
         slices = self.snapshot()
-        self.before_saving(step, slices)
+        self.before_saving(step, None if self._has_failed else slices)
         arguments = (root, step, slices, self.about())
         if self.in_background:
             self._thread = threading.Thread(target=self._write_and_remember, args=arguments)
@@ -171,7 +172,7 @@ class Saver:
         try:
             yield
         except Exception:
-            self._wait_s = ERROR_WAIT_S
+            self._wait_s, self._has_failed = ERROR_WAIT_S, True
             try:
                 self.save(step)
                 self.wait()

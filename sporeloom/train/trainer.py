@@ -325,7 +325,8 @@ def _one_step(training: Training, step: int) -> StepMetrics:
     rates |= training.times.since(earlier)
     if training.measured:
         rates["predicted_step_time_s"] = training.measured.prediction.step_time_s
-        if note := training.measured.add(seconds):
+        sampling = 0.0 if run.config.has_data_ids else rates["data_s"]  # which no dry run predicts
+        if note := training.measured.add(seconds - sampling):
             training.say(note)
     return StepMetrics(step, told_loss, rate, norm_or_none, seconds, tokens / seconds, used_scale, **rates, more=more)
 

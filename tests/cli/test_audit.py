@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 from sporeloom.checkpoint.content_hash import content_hash
 from sporeloom.checkpoint.manifest import read_manifest
 from sporeloom.core.hashes import write_hashes
+from sporeloom.runtime.launch import STOPPED
 from sporeloom.train.audit_chain import FILE, FIRST, linked, state_of_checkpoint
 
 TEXT = ROOT / "examples" / "small_town.txt"
@@ -32,10 +33,10 @@ def audit(folder, *arguments):
 
 @pytest.fixture(scope="module")
 def honest(tmp_path_factory):
-    """A run on one device, with its text beside it."""
+    """A run on one device, which skips a step that it saves, with its text beside it."""
     root = tmp_path_factory.mktemp("honest")
     shutil.copy(TEXT, root / "text.txt")
-    outcome = train(root / "out", root / "text.txt", "--audit-every", 1)
+    outcome = train(root / "out", root / "text.txt", "--audit-every", 1, "--skip-steps", 2)
     assert outcome.code == 0, outcome.output
     return root / "out"
 
@@ -76,16 +77,50 @@ def forge(run, change):
     (run / FILE).write_text("\n".join(lines) + "\n")
 
 
-def test_an_honest_run_on_a_mesh_runs_again_bit_for_bit(tmp_path):
+def test_an_honest_run_on_a_mesh_and_then_on_one_device_runs_again_bit_for_bit(tmp_path):
     out = tmp_path / "out"
     strategy = CONFIGS / "pangu_tiny_dp2_tp2.yaml"
-    outcome = train(out, TEXT, "--audit-every", 3, "--strategy", strategy, processes=4)
+    outcome = train(out, TEXT, "--audit-every", 3, "--strategy", strategy, "--stop-after", 4, processes=4)
+    assert outcome.code == STOPPED, outcome.output
+    outcome = train(out, TEXT, "--audit-every", 3, "--resume")
     assert outcome.code == 0, outcome.output
     outcome = audit(out, "--segments", 1, "--seed", 0)
     assert outcome.code == 0, outcome.output
+    assert f"{out / 'checkpoint'}: the weights after step 6, as recorded\n" in outcome.output
     assert "checkpoints: 3 of 3 that were saved are there with the recorded content" in outcome.output
     assert "1 of 3 stretches run again, chosen with --seed 0" in outcome.output
     assert "steps 3 to 4: bit for bit as recorded" in outcome.output
+
+
+def test_a_stretch_of_a_dpo_run_begins_at_a_checkpoint(honest, tmp_path):
+    pairs = [
+        {"prompt": "小城", "chosen": "小河", "rejected": "大山"},
+        {"prompt": "山", "chosen": "河", "rejected": "城"},
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
+    arguments = (
+        "--data",
+        tmp_path / "pairs.jsonl",
+        "--seq-len",
+        32,
+        "--batch-size",
+        2,
+        "--steps",
+        2,
+        "--save-every",
+        1,
+    )
+    out = tmp_path / "out"
+    more = ("--from-checkpoint", honest / "checkpoint", "--audit-every", 1, "--output-dir", out)
+    outcome = tool("tools/dpo.py", *arguments, *more)
+    assert outcome.code == 0, outcome.output
+    outcome = audit(out, "--segments", 1, "--seed", 0)
+    assert outcome.code == 0, outcome.output
+    assert "steps 2 to 2: bit for bit as recorded" in outcome.output
+    (out / "reference.npy").unlink()
+    outcome = audit(out, "--segments", 1, "--seed", 0)
+    assert outcome.code == 2, outcome.output
+    assert "steps 2 to 2 cannot run again" in outcome.output
 
 
 def test_a_changed_record_is_named_and_nothing_runs(run):
@@ -151,3 +186,18 @@ def test_a_resumed_run_must_continue_its_chain(run):
     refused = train(run, TEXT, "--resume")
     assert refused.code == 2
     assert "would end here; give --audit-every as before" in refused.output
+
+
+def test_changed_exported_weights_are_named(run):
+    path = run / "checkpoint" / "model.safetensors"
+    tensors = load_file(path)
+    name = next(name for name in tensors if name.endswith(WEIGHT))
+    save_file({**tensors, name: np.zeros_like(tensors[name])}, path)
+    (run / "checkpoint" / "hashes.json").unlink()  # nothing in the folder shows it
+    outcome = audit(run, "--segments", 0)
+    assert outcome.code == 1, outcome.output
+    assert f"{run / 'checkpoint'}: tensor {name}: not the content recorded after step 6" in outcome.output
+    shutil.rmtree(run / "checkpoint")
+    outcome = audit(run, "--segments", 0)
+    assert outcome.code == 0, outcome.output
+    assert f"not verified: {run / 'checkpoint'}: not there" in outcome.output

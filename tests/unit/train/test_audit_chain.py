@@ -2,12 +2,14 @@
 """The hash chain of a run: a record that was changed, removed, reordered or cut off is named."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from sporeloom.checkpoint.sharded import LocalTensor
 from sporeloom.core.errors import ConfigError
+from sporeloom.train import audit
 from sporeloom.train.audit import choose, segments
 from sporeloom.train.audit_chain import (
     FILE,
@@ -15,6 +17,7 @@ from sporeloom.train.audit_chain import (
     ChainFile,
     digest,
     first_difference,
+    has_same_layout,
     linked,
     part_digests,
     state_of_parts,
@@ -153,3 +156,46 @@ def test_the_hash_of_a_tensor_is_that_of_its_slices():
     whole[1, 3] = np.nextafter(whole[1, 3], np.float32(9))
     other = state_of_parts([part_digests({"w": LocalTensor(whole[:, i : i + 2], (0, i), whole.shape)}) for i in (0, 2)])
     assert first_difference(state, other) == "w" and first_difference(state, state) is None
+
+
+def test_the_checksum_of_a_tensor_is_the_same_in_every_layout():
+    whole = np.arange(8, dtype=np.float32).reshape(2, 4)
+
+    def state_of(dim):
+        starts = [(0, 0), (1, 0)] if dim == 0 else [(0, 0), (0, 2)]
+        slices = np.split(whole, 2, axis=dim)
+        parts = zip(slices, starts, strict=True)
+        return state_of_parts([part_digests({"w": LocalTensor(each, start, whole.shape)}) for each, start in parts])
+
+    rows, columns = state_of(0), state_of(1)
+    assert rows != columns and first_difference(rows, columns) is None
+    assert has_same_layout(rows, rows) and not has_same_layout(rows, columns)
+    whole[1, 3] = np.nextafter(whole[1, 3], np.float32(9))
+    assert first_difference(rows, state_of(1)) == "w" and first_difference(rows, state_of(0)) == "w"
+    content, layout, sha256 = rows["w"].split("-")
+    assert first_difference(rows, {"w": f"{content}-{layout}-{sha256[::-1]}"}) == "w"  # SHA-256 in the same layout
+
+
+def test_a_start_with_another_state_than_the_step_had_is_a_difference(run):
+    file = ChainFile(run, 4)
+    file.append({"step": 4, "start": SETTINGS, "state": {"w": "4"}})
+    assert list(Chain.read(run).changed_starts()) == []
+    file.append({"step": 4, "start": SETTINGS, "state": {"w": "changed"}})
+    chain = Chain.read(run)
+    assert chain.problems == []
+    (problem,) = chain.changed_starts()
+    assert "step 4, tensor w: the run was resumed with another content" in problem
+    assert chain.states()[4] == {"w": "4"}  # checkpoints are compared with what was saved
+
+
+def test_a_checkpoint_without_a_recorded_state_is_not_verified(run, monkeypatch):
+    manifest = SimpleNamespace(step=3)
+    monkeypatch.setattr(audit, "checkpoints", lambda folder: [folder / "step-00000003"])
+    monkeypatch.setattr(audit, "read_manifest", lambda path: manifest)
+    monkeypatch.setattr(audit, "state_of_checkpoint", lambda path, manifest: {"w": "3"})
+    sound, differences, (unknown,) = audit.verify_checkpoints(Chain.read(run), run)
+    assert (sound, differences) == ([], []) and "was not recorded" in unknown
+    manifest.step = 8
+    monkeypatch.setattr(audit, "checkpoints", lambda folder: [folder / "step-00000008"])
+    sound, (difference,), unknown = audit.verify_checkpoints(Chain.read(run), run)
+    assert (sound, unknown) == ([], []) and "no record of step 8" in difference

@@ -129,3 +129,12 @@ def test_a_state_that_is_not_finite_is_not_gone_on_from(make_saver, capsys):
     folder, manifest = newest_complete(Path(saver.root), saver.engine, lambda *_: None)
     assert manifest.step == 1 and "skipped: " in capsys.readouterr().err
     load_state(saver.cell, saver.engine, saver.report, folder, manifest)
+
+
+def test_before_saving_takes_no_slices_after_an_error(make_saver):
+    seen = []
+    saver = make_saver(before_saving=lambda step, slices: seen.append((step, slices is None)))
+    saver.save(1)
+    with pytest.raises(KeyError), saver.saving_after_an_error(2):
+        raise KeyError
+    assert seen == [(1, False), (2, True)] and steps(saver) == [1, 2]

@@ -183,3 +183,16 @@ def test_a_step_whose_evaluation_fails_is_written_and_saved(monkeypatch):
     with pytest.raises(ConfigError, match="cannot be read"):
         trainer.run_steps(training, SimpleNamespace(write=lambda metrics: written.append(metrics.step)), saver, 0)
     assert (written, saved) == ([1, 2], [2])
+
+
+@pytest.mark.parametrize("has_data_ids", [True, False])
+def test_a_predicted_step_is_compared_without_sampling(monkeypatch, has_data_ids):
+    training, seen = training_of([1.0, 1.0], monkeypatch), []
+    training.run.config.has_data_ids = has_data_ids
+    training.times = SimpleNamespace(
+        **{name: getattr(training.times, name) for name in ("seconds", "measure", "measure_step")}
+    )
+    training.times.add_step, training.times.since = lambda *_: None, lambda _: {"data_s": 1000.0}
+    training.measured = SimpleNamespace(prediction=SimpleNamespace(step_time_s=1.0), add=seen.append)
+    trainer.run_steps(training, None, SAVER, 0)
+    assert len(seen) == 2 and all((seconds > 0) == has_data_ids for seconds in seen)

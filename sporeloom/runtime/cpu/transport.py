@@ -267,7 +267,7 @@ class Transport:
 
     def close(self) -> None:
         """Close the connections gracefully; sent messages still arrive. Threads end, and sockets close, once all peers have
-        closed theirs."""
+        closed, too."""
         if self._closing:
             return
         for peer in self._peers:

@@ -25,10 +25,10 @@ from sporeloom.planner.published import PublishedRun, UnpredictableError, descri
 from sporeloom.planner.search import PlanRequest
 from sporeloom.runtime.environment import prepare_environment
 from sporeloom.strategy.config import OptimizerParallel, Pipeline, Recompute, Strategy
-from sporeloom.tuning.candidates import Candidate, problems
-from sporeloom.tuning.request import TunedModel, TuneRequest
-from sporeloom.tuning.scoring import score
-from sporeloom.tuning.simulated import GB, simulate, simulate_all
+from sporeloom.strategy_search.candidates import Candidate, problems
+from sporeloom.strategy_search.request import TunedModel, TuneRequest
+from sporeloom.strategy_search.scoring import score
+from sporeloom.strategy_search.simulated import GB, simulate, simulate_all
 
 RUNS = ("dlperf_meg_2D_2x4x1_16_1536x16", "dlperf_meg_2D_4x2x1_16_1536x16", "dlperf_meg_DP_PP_8x1x4_512_1536x16")
 MESHES = 40

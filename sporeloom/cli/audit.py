@@ -98,9 +98,10 @@ def _run_again(config: AuditConfig, chain: Chain, saved: Sequence[int], has_prob
         f"{len(chosen)} of {counted(len(found), 'stretch', 'stretches')} run again, chosen with --seed {seed}",
         flush=True,
     )
-    for what in audit.other_versions(chosen[0]):
+    for what in dict.fromkeys(other for segment in chosen for other in audit.other_versions(segment)):
         print(f"other version: the run was made with {what}")
-    if changed := audit.changed_data(chosen[0]):
+    data = {segment.settings["train"]["data"]: segment for segment in chosen}  # once, as reading may take long
+    if changed := [problem for segment in data.values() for problem in audit.changed_data(segment)]:
         return [f"data: {problem}" for problem in changed]
     problems, failed = list[str](), Problems()
     with audit.scratch_folder() as scratch:

@@ -36,8 +36,8 @@ from sporeloom.planner.search import Devices, PlanRequest
 from sporeloom.runtime.environment import prepare_environment
 from sporeloom.simulation.faults import HOUR_S, FaultRates, read_faults
 from sporeloom.strategy.checks import POSSIBLE_SIZES, is_possible_size
-from sporeloom.tuning.report import lines
-from sporeloom.tuning.request import FaultModel, TunedModel, TuneRequest
+from sporeloom.strategy_search.report import lines
+from sporeloom.strategy_search.request import FaultModel, TunedModel, TuneRequest
 
 OF_FAULTS = ("steps", "checkpoint_pause_s", "restart_s")
 
@@ -89,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
     config = parse_args(TuneConfig, __doc__, argv, check)
     request = check(config)
     prepare_environment()
-    running = import_module("sporeloom.tuning.run")
+    running = import_module("sporeloom.strategy_search.run")
     limits = running.Limits(
         meshes=config.meshes, simulate=config.simulate, certify=config.certify, processes=config.processes
     )

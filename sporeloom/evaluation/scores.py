@@ -57,10 +57,10 @@ def judge_samples(evaluation: Evaluation) -> list[LanguageScore]:
 
 
 def score_samples(
-    evaluation: Evaluation, language: str, samples: Sequence[Sample]
+    evaluation: Evaluation, language: str, samples: Sequence[Sample], has_progress: bool = True
 ) -> tuple[LanguageScore, list[Verdict]]:
     """Run the samples of a language. Returns their score and verdicts; none where the language was skipped."""
-    verdicts = _verdicts(evaluation, language, samples) if samples else "no samples"
+    verdicts = _verdicts(evaluation, language, samples, has_progress) if samples else "no samples"
     if isinstance(verdicts, str):
         return LanguageScore(language, skipped=verdicts), []
     return _score(language, samples, verdicts, evaluation.config.k), verdicts
@@ -82,7 +82,9 @@ def _program(sample: Sample, problem: Problem) -> Program:
     return program(problem, language, solution, bool(sample.get("translate_from")))
 
 
-def _verdicts(evaluation: Evaluation, language: str, samples: Sequence[Sample]) -> list[Verdict] | str:
+def _verdicts(
+    evaluation: Evaluation, language: str, samples: Sequence[Sample], has_progress: bool
+) -> list[Verdict] | str:
     """The verdict of each sample, or the reason why the language was skipped."""
     config, problems = evaluation.config, evaluation.problems[language]
     try:
@@ -92,7 +94,7 @@ def _verdicts(evaluation: Evaluation, language: str, samples: Sequence[Sample]) 
     limits = Limits(memory_bytes=config.memory_limit_mb << 20)
     programs = [_program(sample, problems[sample["task_id"]]) for sample in samples]
     found: dict[Program, Verdict] = {}
-    with tqdm(total=len(set(programs)), unit="program", desc=f"{language} tests") as bar:
+    with tqdm(total=len(set(programs)), unit="program", desc=f"{language} tests", disable=not has_progress) as bar:
         for one, verdict in judge_all(programs, toolchain, limits, config.time_limit, config.workers):
             found[one] = verdict
             bar.update()

@@ -8,17 +8,21 @@ Nothing is measured, and no published run of a server is in the fit of the cost 
 """
 
 import dataclasses
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from sporeloom.core.command_line import check_numbers, option, parse_args
+from sporeloom.core.command_line import option, parse_args
+from sporeloom.core.errors import Problems
 from sporeloom.core.json_text import json_text
 from sporeloom.core.log import print_report
-from sporeloom.core.numbers import Count
+from sporeloom.core.numbers import Count, number_problems
+from sporeloom.core.shipped import DECODER, EXPERTS
 from sporeloom.inference.cache import KV_CACHE_HELP, CacheName
-from sporeloom.models.config_file import named_model, with_model_folder
+from sporeloom.models.config import ModelConfig
+from sporeloom.models.config_file import model_folder, named_model, with_model_folder
 from sporeloom.models.weight_formats import WEIGHTS_HELP, WeightName
 from sporeloom.planner.cluster import read_cluster
 from sporeloom.serve.config import CHUNK
@@ -52,11 +56,13 @@ class PlanServeConfig:
 
 def main(argv: Sequence[str]) -> int:
     given = parse_args(PlanServeConfig, __doc__, argv)
-    check_numbers(given)
-    config = with_model_folder(given)
-    model = dataclasses.replace(
-        named_model(config.model, config.size, config.config), compute_dtype=config.compute_dtype, dropout_rate=0.0
-    )
+    problems = Problems(number_problems(given))
+    cluster = problems.of(read_cluster, given.cluster)
+    config = problems.of(with_model_folder, given)
+    named = problems.of(named_model, config.model, config.size, config.config) if config else None
+    problems.raise_if_any()
+    assert cluster and config and named
+    model = dataclasses.replace(named, compute_dtype=config.compute_dtype, dropout_rate=0.0)
     load = ServingLoad(
         num_rows=config.max_num_seqs,
         input_len=config.input_len,
@@ -65,14 +71,32 @@ def main(argv: Sequence[str]) -> int:
         weights=config.weights,
         kv_cache=config.kv_cache,
     )
-    cluster = read_cluster(config.cluster)
     plan = plan_serving(config.model, model, cluster, load, config.tp)
     if config.json:
         print(json_text(as_dict(plan), indent=1))
     else:
         usable = f"{cluster.usable_bytes / GB:.0f} GB of {cluster.chip}"
-        print_report(report(plan, f"{config.model} {config.size}", usable))
+        checkpoint = str(model_folder(given.model) or "CHECKPOINT")
+        lines = [report(plan, f"{config.model} {config.size}", usable), "", *start(plan, model, checkpoint)]
+        print_report("\n".join(lines))
     return 0
+
+
+def start(plan: ServingPlan, model: ModelConfig, checkpoint: str) -> list[str]:
+    """The command that starts the server."""
+    load = plan.load
+    words = ["serve", checkpoint, "--max-num-seqs", load.num_rows, "--max-model-len", load.input_len + load.output_len]
+    words += ["--prefill-chunk", load.chunk] if load.chunk != CHUNK else []
+    words += ["--weights", load.weights] if load.weights != "float32" else []
+    words += ["--kv-cache", load.kv_cache] if load.kv_cache != "auto" else []
+    command = f"  sporeloom {shlex.join(map(str, words))}"
+    if plan.tp == 1:
+        return ["to run it:", command]
+    rules = EXPERTS if model.experts else DECODER
+    return [
+        f"to run it, where strategy.yaml has `mesh: {{tp: {plan.tp}}}` and `rules: {rules}`:",
+        f"{command} --strategy strategy.yaml --launch",
+    ]
 
 
 def as_dict(plan: ServingPlan) -> dict[str, Any]:

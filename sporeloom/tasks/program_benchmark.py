@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from dataclasses import replace
 from typing import Literal
 
@@ -105,8 +103,7 @@ class ProgramEvaluator:
         return [sample_of(self.evaluation, language, each, found[each.task_id]) for each in wanted]
 
     def _pass_at_1(self, language: str, samples: list[Sample]) -> float:
-        with contextlib.redirect_stderr(io.StringIO()):
-            score, _ = score_samples(self.evaluation, language, samples)
+        score, _ = score_samples(self.evaluation, language, samples, has_progress=False)
         if score.pass_at is None:
             raise ConfigError(f"--eval-languages {language}: {score.skipped}")
         return score.pass_at["1"]

@@ -7,10 +7,12 @@ import json
 import pytest
 from conftest import call, tool
 
+from sporeloom.core.errors import ConfigError
 from sporeloom.inference.cache import cache_bytes
 from sporeloom.models.family import size_config
 from sporeloom.models.slots import num_slots_for
-from sporeloom.serve.plan import ServingLoad, load_problems
+from sporeloom.serve.plan import ServingLoad, ServingPlan, load_problems
+from sporeloom.serve.plan_command import main, start
 
 SMALL = {"num_rows": 4, "input_len": 100, "output_len": 20, "chunk": 64}
 MODEL = dataclasses.replace(size_config("pangu", "tiny"), compute_dtype="bfloat16", dropout_rate=0.0)
@@ -60,6 +62,7 @@ def test_the_command_reports_the_fewest_devices_or_what_is_too_large(tmp_path):
     outcome = tool("tools/plan.py", "serve", "--size", "tiny", *flags)
     assert outcome.code == 0, outcome.output
     assert "pangu tiny on 1 device " in outcome.output and "no interval" in outcome.output
+    assert outcome.output.rstrip().endswith("serve CHECKPOINT --max-num-seqs 16 --max-model-len 60")
     told, _ = json.JSONDecoder().raw_decode(tool("tools/plan.py", "serve", "--size", "tiny", *flags, "--json").output)
     assert told["tp"] == 1 and told["load"]["input_len"] == 40
     for more, reason in {
@@ -80,6 +83,25 @@ def test_the_command_reports_the_fewest_devices_or_what_is_too_large(tmp_path):
 )
 def test_a_prompt_is_computed_in_the_lengths_that_a_server_compiles(length, chunks):
     assert ServingLoad(**{**SMALL, "input_len": length}).chunks == chunks
+
+
+def test_the_command_of_several_devices_has_a_strategy_and_all_that_was_planned():
+    load = ServingLoad(**{**SMALL, "chunk": 32}, weights="int4-g64", kv_cache="int8")
+    planned = ServingPlan(load, 2, 0, 0, 0, 1.0, 1.0, {})
+    about, command = start(planned, MODEL, "folder")
+    assert about.endswith("strategy.yaml has `mesh: {tp: 2}` and `rules: decoder`:")
+    assert command.split() == [
+        *(["sporeloom", "serve", "folder", "--max-num-seqs", "4", "--max-model-len", "120", "--prefill-chunk", "32"]),
+        *(["--weights", "int4-g64", "--kv-cache", "int8", "--strategy", "strategy.yaml", "--launch"]),
+    ]
+
+
+def test_all_problems_of_the_flags_are_told_at_once():
+    with pytest.raises(ConfigError) as told:
+        main(["--size", "nope", "--cluster", "nowhere", "--max-num-seqs", "0"])
+    assert [sum(word in line for line in told.value.problems) for word in ("max-num-seqs", "nowhere", "nope")] == [
+        1
+    ] * 3
 
 
 def test_a_load_fits_into_the_context():

@@ -117,7 +117,8 @@ class Transport:
         step = self.last_steps[peer]
         where = "before its first step" if step is None else f"its last step was {step}"
         line = f"rank {peer} is gone ({where}); ending this job"
-        print(f"rank {self.rank}: {line}", file=sys.stderr, flush=True)
+        # The stream of the process: an evaluation may have redirected the other one.
+        print(f"rank {self.rank}: {line}", file=sys.__stderr__, flush=True)
         self._place.leave()
         for other in self._peers.keys() - {peer}:
             self._post(other, _LOST, str(peer))

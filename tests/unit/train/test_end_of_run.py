@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from test_updates import SAVER, training_of
+from test_updates import SAVER, saver_after_errors, training_of
 
 from sporeloom.core.errors import ConfigError
 from sporeloom.runtime.trace import TRACE
@@ -106,17 +106,9 @@ def test_an_evaluation_that_fails_after_a_spike_at_the_last_step_saves_the_run_f
     def fail():
         raise ConfigError("the benchmark has no answer")
 
-    @contextlib.contextmanager
-    def saving(step):
-        try:
-            yield
-        except ConfigError:
-            saved.append(step)
-            raise
-
     training.evaluations = SimpleNamespace(is_due=lambda step, last: step == last, metrics=fail)
     monkeypatch.setattr(trainer, "rewind", lambda *_: None)
-    saver = SimpleNamespace(**{**vars(SAVER), "saving_after_an_error": saving})
+    saver = saver_after_errors(saved)
     with pytest.raises(ConfigError, match="the benchmark has no answer"):
         trainer.run_steps(training, SimpleNamespace(write=lambda _: None), saver, 0)
     assert saved == [1]

@@ -163,11 +163,8 @@ def test_adafactor_takes_its_decay_from_the_update():
         assert float(optimizer.beta2.asnumpy()) == pytest.approx(1 - update**-0.8, abs=1e-7)
 
 
-def test_a_step_whose_evaluation_fails_is_written_and_saved(monkeypatch):
-    def fail():
-        raise ConfigError("the benchmark cannot be read")
-
-    written, saved = [], []
+def saver_after_errors(saved):
+    """A saver that notes in `saved` the steps that it saves after an error."""
 
     @contextlib.contextmanager
     def saving(step):
@@ -177,9 +174,17 @@ def test_a_step_whose_evaluation_fails_is_written_and_saved(monkeypatch):
             saved.append(step)
             raise
 
+    return SimpleNamespace(**{**vars(SAVER), "saving_after_an_error": saving})
+
+
+def test_a_step_whose_evaluation_fails_is_written_and_saved(monkeypatch):
+    def fail():
+        raise ConfigError("the benchmark cannot be read")
+
+    written, saved = [], []
     training = training_of([1.0, 1.0, 1.0], monkeypatch, scaled=False)
     training.evaluations = SimpleNamespace(is_due=lambda step, _: step == 2, metrics=fail)
-    saver = SimpleNamespace(saving_after_an_error=saving, after_step=lambda _: False)
+    saver = saver_after_errors(saved)
     with pytest.raises(ConfigError, match="cannot be read"):
         trainer.run_steps(training, SimpleNamespace(write=lambda metrics: written.append(metrics.step)), saver, 0)
     assert (written, saved) == ([1, 2], [2])

@@ -16,11 +16,11 @@ from sporeloom.core.log import milestone
 from sporeloom.core.reader import is_a, read_json
 from sporeloom.dry_run.config import DryRunConfig, check
 from sporeloom.dry_run.pool import compile_ranks
-from sporeloom.tuning.candidates import Candidate
-from sporeloom.tuning.choice import Choice
-from sporeloom.tuning.folders import CANDIDATES
-from sporeloom.tuning.request import TuneRequest
-from sporeloom.tuning.scoring import Scored
+from sporeloom.strategy_search.candidates import Candidate
+from sporeloom.strategy_search.choice import Choice
+from sporeloom.strategy_search.folders import CANDIDATES
+from sporeloom.strategy_search.request import TuneRequest
+from sporeloom.strategy_search.scoring import Scored
 
 GB = 2**30
 FIELDS = {"seconds": float, "peak_bytes": int, "problem": str}

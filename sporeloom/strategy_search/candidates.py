@@ -15,7 +15,7 @@ from sporeloom.strategy.checks import batch_problems, divisors, group_problems, 
 from sporeloom.strategy.config import Offload, OptimizerParallel, Pipeline, Recompute, Stages, Strategy
 from sporeloom.strategy.mesh import Mesh
 from sporeloom.strategy.text import strategy_text
-from sporeloom.tuning.request import TuneRequest
+from sporeloom.strategy_search.request import TuneRequest
 
 SPLIT_PIPELINES = (("1f1b", 1), ("gpipe", 1), ("zero_bubble_h1", 1), ("zero_bubble_v", 2), ("dualpipe_v", 2))
 """Schedules and their virtual stages, besides interleaved ones."""

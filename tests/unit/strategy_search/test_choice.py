@@ -4,8 +4,8 @@
 import pytest
 from tuned import tune_request
 
-from sporeloom.tuning.choice import Choice
-from sporeloom.tuning.scoring import score
+from sporeloom.strategy_search.choice import Choice
+from sporeloom.strategy_search.scoring import score
 
 
 @pytest.fixture

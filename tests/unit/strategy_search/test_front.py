@@ -3,7 +3,7 @@
 
 import random
 
-from sporeloom.tuning.front import pareto
+from sporeloom.strategy_search.front import pareto
 
 
 def test_a_front_has_all_points_that_no_other_one_dominates():

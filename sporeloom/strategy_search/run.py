@@ -14,13 +14,13 @@ from sporeloom.core.files import write_text_atomically
 from sporeloom.core.json_text import json_text
 from sporeloom.core.log import milestone
 from sporeloom.core.reader import read_json
-from sporeloom.tuning.certified import certify_front
-from sporeloom.tuning.folders import INPUTS, check_folder
-from sporeloom.tuning.goodput import goodput
-from sporeloom.tuning.report import as_dict, page
-from sporeloom.tuning.request import TuneRequest
-from sporeloom.tuning.scoring import score
-from sporeloom.tuning.simulated import GB, Simulated, simulate_all
+from sporeloom.strategy_search.certified import certify_front
+from sporeloom.strategy_search.folders import INPUTS, check_folder
+from sporeloom.strategy_search.goodput import goodput
+from sporeloom.strategy_search.report import as_dict, page
+from sporeloom.strategy_search.request import TuneRequest
+from sporeloom.strategy_search.scoring import score
+from sporeloom.strategy_search.simulated import GB, Simulated, simulate_all
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,9 @@ from tuned import LIMITS, SMALL, Fakes, files, tune_config, tune_request
 from sporeloom.cli.tune import check, main
 from sporeloom.core.errors import ConfigError
 from sporeloom.strategy.loader import load_strategy
-from sporeloom.tuning import simulated
-from sporeloom.tuning.report import lines
-from sporeloom.tuning.run import Limits, tune
+from sporeloom.strategy_search import simulated
+from sporeloom.strategy_search.report import lines
+from sporeloom.strategy_search.run import Limits, tune
 
 
 @pytest.fixture

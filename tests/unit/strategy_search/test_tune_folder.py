@@ -13,8 +13,8 @@ from sporeloom.core.errors import ConfigError
 from sporeloom.core.shipped import FOLDER
 from sporeloom.models.family import size_config
 from sporeloom.planner import cluster
-from sporeloom.tuning.report import lines
-from sporeloom.tuning.run import Limits, tune
+from sporeloom.strategy_search.report import lines
+from sporeloom.strategy_search.run import Limits, tune
 
 LIMITS = Limits(meshes=4, simulate=5, certify=2, processes=4)
 NONE = dataclasses.replace(LIMITS, certify=0)
@@ -103,7 +103,7 @@ def test_results_of_another_fit_or_of_other_rules_are_not_kept(tmp_path, fakes, 
         shutil.copytree(FOLDER / "rules", tmp_path / "rules")
         with (tmp_path / "rules/attention.yaml").open("a") as file:
             file.write("# changed\n")
-        monkeypatch.setattr("sporeloom.tuning.request.FOLDER", tmp_path)
+        monkeypatch.setattr("sporeloom.strategy_search.request.FOLDER", tmp_path)
     else:
         fitted = json.loads(json.dumps(cluster._fitted()))
         fitted["chips"]["ascend910b"]["matmul"] = 0.25

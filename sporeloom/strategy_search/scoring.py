@@ -13,8 +13,8 @@ from sporeloom.planner.memory import StageMemory
 from sporeloom.planner.search import Option, evaluate
 from sporeloom.strategy.config import Recompute
 from sporeloom.strategy.stages import layers_per_stage
-from sporeloom.tuning.candidates import Candidate, candidates, meshes, recomputations, with_recompute
-from sporeloom.tuning.request import TuneRequest
+from sporeloom.strategy_search.candidates import Candidate, candidates, meshes, recomputations, with_recompute
+from sporeloom.strategy_search.request import TuneRequest
 
 MARGINS = (1.0, 0.9)
 """Shares of the usable memory for which as few layers as fit are recomputed: a simulated step may need more than its closed

@@ -9,11 +9,11 @@ from typing import Any
 
 from sporeloom.core.log import counted
 from sporeloom.dry_run.html import STYLE, table
-from sporeloom.tuning.certified import Front
-from sporeloom.tuning.folders import CERTIFICATE, POINTS, STRATEGY
-from sporeloom.tuning.request import TuneRequest
-from sporeloom.tuning.scoring import ScoredCandidates
-from sporeloom.tuning.simulated import GB, Simulated
+from sporeloom.strategy_search.certified import Front
+from sporeloom.strategy_search.folders import CERTIFICATE, POINTS, STRATEGY
+from sporeloom.strategy_search.request import TuneRequest
+from sporeloom.strategy_search.scoring import ScoredCandidates
+from sporeloom.strategy_search.simulated import GB, Simulated
 
 TITLE = "Pareto front: strategy"
 SHOWN_REFUSED = 10

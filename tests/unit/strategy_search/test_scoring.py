@@ -10,9 +10,9 @@ from sporeloom.planner.closed_forms import job_of
 from sporeloom.planner.search import evaluate
 from sporeloom.strategy.config import Stages
 from sporeloom.strategy.loader import load_strategy
-from sporeloom.tuning import scoring
-from sporeloom.tuning.candidates import candidates, meshes, problems, uneven_stages
-from sporeloom.tuning.scoring import score
+from sporeloom.strategy_search import scoring
+from sporeloom.strategy_search.candidates import candidates, meshes, problems, uneven_stages
+from sporeloom.strategy_search.scoring import score
 
 
 def seconds_of(request, candidate):

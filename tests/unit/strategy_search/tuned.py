@@ -6,8 +6,8 @@ from pathlib import Path
 
 from sporeloom.cli.tune import TuneConfig, check
 from sporeloom.strategy.certificate import write_certificate
-from sporeloom.tuning import certified, simulated
-from sporeloom.tuning.run import Limits
+from sporeloom.strategy_search import certified, simulated
+from sporeloom.strategy_search.run import Limits
 
 LIMITS = Limits(meshes=40, simulate=6, certify=2, processes=4)
 SMALL = {"size": "tiny", "devices": 4, "batch": 8}

@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 
 from sporeloom.strategy.config import Strategy
-from sporeloom.tuning.front import pareto
-from sporeloom.tuning.scoring import Scored
+from sporeloom.strategy_search.front import pareto
+from sporeloom.strategy_search.scoring import Scored
 
 EVERY = 3
 """Each so-many-th choice lies on the front of time and memory; the others are the fastest."""

@@ -19,7 +19,7 @@ from sporeloom.dry_run.job_command import command_of
 from sporeloom.planner.task import PLAIN_TEXT
 from sporeloom.strategy.certificate import CERTIFIED, check_certificate, covered_settings
 from sporeloom.strategy.launching import start_lines
-from sporeloom.tuning.folders import (
+from sporeloom.strategy_search.folders import (
     CERTIFICATE,
     POINTS,
     REFUSED,
@@ -30,9 +30,9 @@ from sporeloom.tuning.folders import (
     remove_strategy,
     strategy_folders,
 )
-from sporeloom.tuning.front import pareto
-from sporeloom.tuning.request import TuneRequest
-from sporeloom.tuning.simulated import GB, Simulated, dry_run_flags, kept, write_if_other
+from sporeloom.strategy_search.front import pareto
+from sporeloom.strategy_search.request import TuneRequest
+from sporeloom.strategy_search.simulated import GB, Simulated, dry_run_flags, kept, write_if_other
 
 
 @dataclass

@@ -9,7 +9,7 @@ from sporeloom.simulation.intervals import daly
 from sporeloom.simulation.job import Job
 from sporeloom.simulation.report import simulated
 from sporeloom.strategy.mesh import Mesh
-from sporeloom.tuning.request import FaultModel
+from sporeloom.strategy_search.request import FaultModel
 
 RUNS = 100
 

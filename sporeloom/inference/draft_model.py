@@ -7,6 +7,7 @@ the same ones, and no strategy needs to fit that model.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -15,6 +16,7 @@ import numpy as np
 
 from sporeloom.core.log import milestone
 from sporeloom.inference.decoding import CachedDecoder
+from sporeloom.inference.draft_length import DraftLength
 from sporeloom.inference.mixed import RaggedDecoder, cached
 from sporeloom.inference.model import CACHE, load_model
 from sporeloom.inference.speculation import Drafter, NgramDrafter, Speculation
@@ -49,6 +51,7 @@ class ModelDrafter(Drafter):
     def __init__(self, decoding: CachedDecoder | RaggedDecoder):
         self._decoding, self.cache_bytes = decoding, decoding.cache_bytes
         self._rows: dict[int, _Row] = {}
+        self._length = DraftLength()
 
     def prepare(self) -> None:
         for compile_graph in self.graphs():
@@ -70,21 +73,35 @@ class ModelDrafter(Drafter):
 
     def propose(self, counts: Mapping[int, int]) -> dict[int, list[int]]:
         known = [row for row in counts if row in self._rows]
+        most = self._length.best(len(known), max((counts[row] for row in known), default=0))
+        if not most:
+            return {}
         for row in known:
             self._rewind(row, self._rows[row])
         drafts: dict[int, list[int]] = {row: [] for row in known}
         unread = {row: self._rows[row].text[self._rows[row].num_read :] for row in known}
+        is_timed, num_steps = all(len(tokens) <= CATCH_UP for tokens in unread.values()), 0
+        begin = time.perf_counter()
         while unread:
+            num_steps += 1
             for row, token in self._step(unread).items():
                 drafts[row].append(token)
-                if len(drafts[row]) < counts[row]:
+                if len(drafts[row]) < min(most, counts[row]):
                     unread[row] = [token]
             unread = {row: tokens for row, tokens in unread.items() if len(tokens) <= CATCH_UP}
+        if is_timed:
+            self._length.drafted(len(known), num_steps, time.perf_counter() - begin)
         return {row: draft for row, draft in drafts.items() if draft}
 
     def end(self, row: int) -> None:
         if self._rows.pop(row, None):
             self._decoding.trim(row, 0)
+
+    def stepped(self, num_tokens: int, seconds: float) -> None:
+        self._length.stepped(num_tokens, seconds)
+
+    def verified(self, num_drafted: int, num_right: int) -> None:
+        self._length.verified(num_drafted, num_right)
 
     def _rewind(self, row: int, state: _Row) -> None:
         """Drop what the model has read beyond the text; the last token of the text is always read anew."""
@@ -169,6 +186,14 @@ class SharedDrafter(Drafter):
     def end(self, row: int) -> None:
         if self._own:
             self._own.end(row)
+
+    def stepped(self, num_tokens: int, seconds: float) -> None:
+        if self._own:
+            self._own.stepped(num_tokens, seconds)
+
+    def verified(self, num_drafted: int, num_right: int) -> None:
+        if self._own:
+            self._own.verified(num_drafted, num_right)
 
 
 def open_speculation(

@@ -176,7 +176,7 @@ class Scheduler:
             return {}
         states = {row: self._rows[row] for row in rows}
         room = {row: state.request.max_new_tokens - len(state.generated) - 1 for row, state in states.items()}
-        return self.speculation.draft(room, lambda drafts: self.decoding.cut_drafts(chunks, rows, drafts))
+        return self.speculation.draft(room, lambda drafts: self.decoding.cut_drafts(chunks, rows, drafts), not chunks)
 
     def _admit(self) -> None:
         for number, request in list(self._waiting.items()):

@@ -10,6 +10,7 @@ Sources: arXiv:2211.17192 (speculative decoding), arXiv:2304.04487 (drafts copie
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
@@ -45,6 +46,14 @@ class Drafter(ABC):
     @abstractmethod
     def end(self, row: int) -> None:
         """The text of a row has ended."""
+
+    @abstractmethod
+    def stepped(self, num_tokens: int, seconds: float) -> None:
+        """A step without parts of prompts took so long for the last tokens of all rows and their drafts."""
+
+    @abstractmethod
+    def verified(self, num_drafted: int, num_right: int) -> None:
+        """So many tokens of a draft were right."""
 
 
 class Ngrams:
@@ -95,6 +104,12 @@ class NgramDrafter(Drafter):
     def end(self, row: int) -> None:
         self._rows.pop(row, None)
 
+    def stepped(self, num_tokens: int, seconds: float) -> None:
+        pass
+
+    def verified(self, num_drafted: int, num_right: int) -> None:
+        pass
+
 
 Drafts = Mapping[int, Sequence[int]]
 """Tokens by rows."""
@@ -114,11 +129,25 @@ class Speculation:
     def __init__(self, drafter: Drafter, most: int):
         self.drafter, self.most = drafter, most
         self._lengths: dict[int, int] = {}
+        self._begun: tuple[float, int] | None = None
+        """When the step began that is to be timed, and its number of tokens."""
         self.num_drafts = self.drafted = self.accepted = 0
         """Number of drafts, of their tokens, and of those that were right."""
 
-    def draft(self, room: Mapping[int, int], cut_drafts: Callable[[Drafts], Drafts] = _whole) -> Drafts:
-        """Drafts for rows that still have room for so many tokens, shortened by `cut_drafts` to what a step has room for."""
+    def draft(
+        self, room: Mapping[int, int], cut_drafts: Callable[[Drafts], Drafts] = _whole, is_timed: bool = False
+    ) -> Drafts:
+        """Drafts for rows that still have room for so many tokens, shortened by `cut_drafts` to what a step has room for.
+
+        Args:
+            is_timed: whether the step that begins now computes nothing but these rows and their drafts.
+        """
+        drafts = self._propose(room, cut_drafts)
+        num_tokens = len(room) + sum(len(draft) for draft in drafts.values())
+        self._begun = (time.perf_counter(), num_tokens) if is_timed else None
+        return drafts
+
+    def _propose(self, room: Mapping[int, int], cut_drafts: Callable[[Drafts], Drafts]) -> Drafts:
         counts = {row: min(self._lengths[row], most) for row, most in room.items() if row in self._lengths and most > 0}
         if self.drafter.is_costly:
             places = cut_drafts({row: range(count) for row, count in counts.items()}) if counts else {}
@@ -133,8 +162,13 @@ class Speculation:
 
     def verified(self, row: int, draft: Sequence[int], tokens: Sequence[int]) -> None:
         """Record the tokens that a step made for a row, the first one not drafted; the text continues."""
+        if self._begun:
+            begin, num_tokens = self._begun
+            self.drafter.stepped(num_tokens, time.perf_counter() - begin)
+            self._begun = None
         right = sum(1 for each, token in zip(draft, tokens, strict=False) if each == token)
         if draft:
+            self.drafter.verified(len(draft), right)
             self.num_drafts += 1
             self.drafted += len(draft)
             self.accepted += right

@@ -3,6 +3,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from sporeloom.checkpoint.adapters import read_adapter
 from sporeloom.checkpoint.model_folder import load_config
 from sporeloom.data.tokenizer import find_tokenizer, folder_tokenizer
 from sporeloom.inference.cache import cache_bytes
+from sporeloom.inference.draft_length import DraftLength
 from sporeloom.inference.draft_model import open_speculation
 from sporeloom.inference.mixed import cached
 from sporeloom.inference.model import load_model
@@ -107,6 +109,7 @@ def mixed(checkpoint, strategy=None, modules=(), weights="float32", count=18):
     return {**found, **counts, "kind": type(plain).__name__} if engine.is_log_rank else None
 
 
+@patch.object(DraftLength, "best", lambda self, num_rows, most: most)  # the drafts do not depend on times
 def by_models(checkpoint, drafts, strategy=None, num_rows=ROWS, count=10):
     """Answers together without drafts, and with those of each of some models, from a warm prefix cache the second time; and
     what was drafted, accepted and reused."""

@@ -7,11 +7,18 @@ import numpy as np
 import pytest
 from recalling import ENGINE, VOCAB, Recalling, alone, answers, request
 
+from sporeloom.inference.draft_length import DraftLength
 from sporeloom.inference.draft_model import ModelDrafter, SharedDrafter
 from sporeloom.inference.sampling import SamplingConfig
 from sporeloom.inference.scheduler import Scheduler
 from sporeloom.inference.speculation import Speculation
 from sporeloom.strategy.config import SINGLE_DEVICE
+
+
+@pytest.fixture(autouse=True)
+def unlimited(monkeypatch):
+    """Drafts are as long as they may be: the time that these models take is that of Python."""
+    monkeypatch.setattr(DraftLength, "best", lambda self, num_rows, most: most)
 
 
 class Small(Recalling):
@@ -223,3 +230,27 @@ def test_all_ranks_have_the_drafts_of_the_one_that_makes_them():
         each.end(0)
     assert first.propose({2: 4}) == other.propose({2: 4}) == {2: greedy([1, 2, 5], 4)}
     assert {array.shape for array in told} == {(3, 4)}
+
+
+@pytest.mark.parametrize(("draft_s", "drafts_are_worth_it"), [(0.0, True), (1.0, False)])
+def test_drafts_that_take_longer_than_steps_end(monkeypatch, draft_s, drafts_are_worth_it):
+    monkeypatch.undo()
+    small, clock = Small(3, 0.0), SimpleNamespace(now=0.0)
+    monkeypatch.setattr("sporeloom.inference.draft_model.time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr("sporeloom.inference.speculation.time", SimpleNamespace(perf_counter=lambda: clock.now))
+    decoding = Recalling(3, room=100)
+
+    def slow(step, seconds):
+        def timed(*arguments, **more):
+            clock.now += seconds
+            return step(*arguments, **more)
+
+        return timed
+
+    monkeypatch.setattr(small, "step", slow(small.step, draft_s))
+    monkeypatch.setattr(decoding, "step", slow(decoding.step, 0.1))
+    requests = [request([1, 2, 3], 200, SamplingConfig(), num_top=0) for _ in range(3)]
+    expected = [alone(Recalling(1), each) for each in requests]
+    speculation = Speculation(ModelDrafter(small), 6)
+    assert answers(Scheduler(decoding, ENGINE, None, speculation), requests) == expected
+    assert (speculation.accepted > 300) == drafts_are_worth_it and (speculation.drafted > 100) == drafts_are_worth_it

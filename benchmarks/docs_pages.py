@@ -9,6 +9,7 @@ half of it. Memory is that of the largest process.
 
 import argparse
 import contextlib
+import ctypes
 import os
 import re
 import signal
@@ -31,47 +32,58 @@ class Usage:
 
     def __init__(self) -> None:
         self.seconds, self.peak_gb = 0.0, 0.0
+        self._codes: dict[int, int] = {}
 
     def run(self, command: str, folder: Path, environment: dict[str, str]) -> int:
         """The exit code of a command."""
-        process = self._start(command, folder, environment)
-        return self._end(process)
+        return self._end(self._start(command, folder, environment))
 
     @contextlib.contextmanager
     def serving(self, command: str, folder: Path, environment: dict[str, str]):
         """A server, from when it can be asked until the end."""
-        process = self._start(command, folder, environment)
+        pid = self._start(command, folder, environment)
         deadline = time.monotonic() + READY_S
         while "is served at" not in (folder / "said.log").read_text():
-            assert process.poll() is None and time.monotonic() < deadline, command
+            self._reap()
+            assert pid not in self._codes and time.monotonic() < deadline, command
             time.sleep(0.2)
         try:
             yield
         finally:
-            os.killpg(process.pid, signal.SIGTERM)
-            self._end(process)
+            os.killpg(pid, signal.SIGTERM)
+            self._end(pid)
 
-    def _start(self, command, folder, environment):
+    def _start(self, command: str, folder: Path, environment: dict[str, str]) -> int:
         with (folder / "said.log").open("w") as file:
             return subprocess.Popen(
-                ["bash", "-c", f"exec {command}"] if "|" not in command else ["bash", "-c", command],
+                ["bash", "-c", command],
                 **{"cwd": folder, "env": environment, "stdout": file, "stderr": file, "stdin": subprocess.DEVNULL},
                 start_new_session=True,
-            )
+            ).pid
 
-    def _end(self, process) -> int:
+    def _end(self, pid: int) -> int:
         deadline = time.monotonic() + LIMIT_S
-        while True:
-            pid, status, used = os.wait4(process.pid, os.WNOHANG)
-            if pid:
-                break
+        while pid not in self._codes:
+            self._reap()
             if time.monotonic() > deadline:
-                os.killpg(process.pid, signal.SIGKILL)
+                os.killpg(pid, signal.SIGKILL)
             time.sleep(0.1)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        self.seconds += used.ru_utime + used.ru_stime
-        self.peak_gb = max(self.peak_gb, used.ru_maxrss * 1024 / 1e9)
-        return process.returncode
+        return self._codes[pid]
+
+    def _reap(self) -> None:
+        """Count what has ended: also ranks that nobody waited for, whose parent this process becomes."""
+        with contextlib.suppress(ChildProcessError):
+            while (found := os.wait4(-1, os.WNOHANG))[0]:
+                pid, status, used = found
+                self._codes[pid] = os.waitstatus_to_exitcode(status)
+                self.seconds += used.ru_utime + used.ru_stime
+                self.peak_gb = max(self.peak_gb, used.ru_maxrss * 1024 / 1e9)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of processes whose own parent ends before them (prctl's PR_SET_CHILD_SUBREAPER)."""
+    if ctypes.CDLL(None, use_errno=True).prctl(36, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl")
 
 
 def measure(page: str) -> Usage | None:
@@ -106,6 +118,7 @@ def spoken(seconds: float) -> str:
 def main() -> None:
     from test_commands import PAGES, commands  # noqa: PLC0415
 
+    adopt_orphans()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("pages", nargs="*", default=[page for page in PAGES if page.startswith("docs/how-to/")])
     for page in parser.parse_args().pages:

@@ -26,7 +26,9 @@ class CountingCell:
     """A part that returns metrics from a training step."""
 
     metrics: Sequence[str] | None = None
-    """Names of the metrics of an objective; None: a part of a model, whose counts are those of its experts."""
+    """Names of the metrics of an objective; None: a part of a model, whose counts are those of its experts or its indexer."""
+    counts_experts: bool = True
+    """Whether a part of a model counts the choices of its experts. Those of such parts come before all others."""
     balance_rate: float = 0.0
     """Step by which the biases of its router move towards balance."""
     choices: Any

@@ -56,6 +56,8 @@ class Decoder(nn.Cell, TyingCell):
         dtype, specs = getattr(mstype, config.compute_dtype), decoder_specs(config)
         self.config, self.tied_embedding = config, config.tied_embedding
         self.has_experts = config.experts is not None
+        self.trains_indexer = config.trains_indexer
+        self.has_layer_losses = self.has_experts or self.trains_indexer
         self.embedding = TokenEmbedding(config, specs.within("embedding"), dtype)
         self.num_sinks = config.latent.num_sinks if config.latent else 0
         self.mask = DocumentMask(chooses_flash(config), self.num_sinks)
@@ -140,21 +142,25 @@ class Decoder(nn.Cell, TyingCell):
         return self.logits_and_losses(tokens, positions, rows, slots, dropout_keys)[0]
 
     def logits_and_losses(
-        self, tokens, positions, rows=None, slots=None, dropout_keys=None, shares=None, groups=None, kept=None
+        self, tokens, positions, rows=None, slots=None, dropout_keys=None, shares=None, groups=None, kept=None, weights=None
     ):
-        """Logits, and with `shares` and `groups` (see `sporeloom.nn.moe`) the router losses, (1,), if there are
-        any."""
-        x, losses = self.hidden(tokens, positions, slots, dropout_keys, shares, groups, kept)
+        """Logits, and the losses of layers, (1,), if there are any: with `shares` and `groups` (see `sporeloom.nn.moe`) those
+        of routers, with `weights` (B, T) those of indexers."""
+        x, losses = self.hidden(tokens, positions, slots, dropout_keys, shares, groups, kept, weights)
         return self.head(x, self.embedding.word.weight, rows), losses
 
-    def hidden(self, tokens, positions, slots=None, dropout_keys=None, shares=None, groups=None, kept=None):
-        """Input of the head (B*T, D), and the losses of the routers. `kept`: the output of `draw_kept` of
+    def hidden(
+        self, tokens, positions, slots=None, dropout_keys=None, shares=None, groups=None, kept=None, weights=None
+    ):
+        """Input of the head (B*T, D), and the losses of layers. `kept`: the output of `draw_kept` of
         `sporeloom.data.random_ltd`, where layers drop tokens."""
-        x, losses, masks, _ = self.stream(tokens, positions, slots, dropout_keys, shares, groups, kept)
+        x, losses, masks, _ = self.stream(tokens, positions, slots, dropout_keys, shares, groups, kept, weights)
         return self.top(x, positions, masks[0], slots, dropout_keys), losses
 
-    def stream(self, tokens, positions, slots=None, dropout_keys=None, shares=None, groups=None, kept=None):
-        """Output of the last of `layers`, the losses of the routers, and the masks and angles of the positions."""
+    def stream(
+        self, tokens, positions, slots=None, dropout_keys=None, shares=None, groups=None, kept=None, weights=None
+    ):
+        """Output of the last of `layers`, the losses of layers, and the masks and angles of the positions."""
         kept = None if kept is None else (*kept, positions)
         masks = self.biases(positions)
         bias = masks[0]
@@ -167,8 +173,10 @@ class Decoder(nn.Cell, TyingCell):
         for number, layer in enumerate(self.layers):
             if self.has_windows:
                 bias = masks[self.mask_of_layer[number]]
-            if self.has_experts:
-                x, losses = layer(x, bias, angles, slots, dropout_keys, tokens, shares, losses, groups)
+            if self.has_layer_losses:
+                x, losses = layer(
+                    x, bias, angles, slots, dropout_keys, tokens, shares, losses, groups, kept=None, weights=weights
+                )
             else:
                 x = layer(x, bias, angles, slots, dropout_keys, kept=kept)
         if self.has_streams:
@@ -181,12 +189,12 @@ class Decoder(nn.Cell, TyingCell):
         inside = self.inside_column(inside, 2)
         return (*angles, inside) if slots is None else (*angles, inside, *self.conv_places(slots))
 
-    def logits_of_depths(self, tokens, positions, later, shares=None, groups=None):
-        """Logits of the next token and of each depth of multi-token prediction, (B*T, V) each, and the losses of the routers.
+    def logits_of_depths(self, tokens, positions, later, shares=None, groups=None, weights=None):
+        """Logits of the next token and of each depth of multi-token prediction, (B*T, V) each, and the losses of layers.
 
         `later`: for each depth d the tokens d positions on, (B, T); any token below 0 where there is none.
         """
-        x, losses, masks, angles = self.stream(tokens, positions, None, None, shares, groups)
+        x, losses, masks, angles = self.stream(tokens, positions, None, None, shares, groups, None, weights)
         bias = masks[0]
         normed = self.top(x, positions, bias, None, None)
         logits = (self.head(normed, self.embedding.word.weight),)
@@ -229,8 +237,8 @@ class DecoderWithLoss(nn.Cell):
     and loss weights of each depth instead, (B, T) each (`sporeloom.data.batch.mtp_targets`).
 
     Args:
-        loss: of logits, labels, weights and its further inputs; without it, the cross-entropy. The losses of routers are
-            added to the cross-entropy only, and only there do experts drop what is beyond their capacity.
+        loss: of logits, labels, weights and its further inputs; without it, the cross-entropy. The losses of routers and
+            indexers are added to the cross-entropy only, and only there do experts drop what is beyond their capacity.
     """
 
     def __init__(self, model: Decoder, loss: nn.Cell | None = None):
@@ -239,6 +247,7 @@ class DecoderWithLoss(nn.Cell):
         self.loss = CrossEntropy(model.config.z_loss) if loss is None else loss
         self.num_inputs = self.loss.num_inputs
         self.has_router_losses = model.has_experts and loss is None
+        self.has_indexer_losses = model.trains_indexer and loss is None
         self.num_mtp = model.config.num_mtp_layers if loss is None else 0
         if self.num_mtp:
             self.num_inputs += 2 * self.num_mtp
@@ -253,22 +262,29 @@ class DecoderWithLoss(nn.Cell):
         kept = rest[-2:] if len(rest) > 1 else None
         if self.num_mtp:
             return self.of_depths(tokens, labels, positions, loss_weights, inputs)
-        if not self.has_router_losses:
+        if not self.has_router_losses and not self.has_indexer_losses:
             logits, _ = self.model.logits_and_losses(tokens, positions, None, None, dropout_keys, kept=kept)
             return self.loss(logits, labels, loss_weights, *inputs)
-        groups = self.token_groups(labels, tokens)
-        shares = self.share(self.by_group(loss_weights, groups[0].shape), 1)  # (G,)
-        logits, losses = self.model.logits_and_losses(tokens, positions, None, None, dropout_keys, shares, groups)
+        shares, groups = self.of_groups(tokens, labels, loss_weights)
+        weights = loss_weights if self.has_indexer_losses else None
+        logits, losses = self.model.logits_and_losses(
+            tokens, positions, None, None, dropout_keys, shares, groups, kept=None, weights=weights
+        )
         return self.loss(logits, labels, loss_weights, losses)
+
+    def of_groups(self, tokens, labels, loss_weights):
+        """The parts of the loss that groups of tokens have, (G,), and the groups; None without routers' losses."""
+        if not self.has_router_losses:
+            return None, None
+        groups = self.token_groups(labels, tokens)
+        return self.share(self.by_group(loss_weights, groups[0].shape), 1), groups
 
     def of_depths(self, tokens, labels, positions, loss_weights, inputs):
         """The loss with that of multi-token prediction. `inputs`: labels and weights of each depth."""
-        groups, shares = None, None
-        if self.has_router_losses:
-            groups = self.token_groups(labels, tokens)
-            shares = self.share(self.by_group(loss_weights, groups[0].shape), 1)  # (G,)
+        shares, groups = self.of_groups(tokens, labels, loss_weights)
+        weights = loss_weights if self.has_indexer_losses else None
         targets = (labels, *inputs[0::2])
-        logits, losses = self.model.logits_of_depths(tokens, positions, targets[:-1], shares, groups)
+        logits, losses = self.model.logits_of_depths(tokens, positions, targets[:-1], shares, groups, weights)
         total = self.loss(logits[0], labels, loss_weights, losses)
         for depth in range(self.num_mtp):
             of_depth = self.loss(logits[depth + 1], targets[depth + 1], inputs[2 * depth + 1])

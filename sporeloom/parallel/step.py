@@ -119,7 +119,8 @@ class TrainStep(nn.Cell):
         """Enable the counters of a network: each counts a part of the global batch, on the ranks of its stage."""
         counting = [(path, c) for path, c in self.network.cells_and_names() if isinstance(c, CountingCell)]
         objectives = [entry for entry in counting if entry[1].metrics is not None]
-        counting = objectives[:1] or counting  # the outermost; it has no router losses
+        counting = objectives[:1] or counting  # the outermost; layers have no losses of their own then
+        counting.sort(key=lambda entry: not entry[1].counts_experts)
         counters = [cell.attach_counter(f"counter.{i}") for i, (_, cell) in enumerate(counting)]
         mesh = self.report.compiled_mesh
         layers = [layer for stage in self.report.layers_of_stages for layer in stage]
@@ -137,7 +138,7 @@ class TrainStep(nn.Cell):
         self.ones = Tensor(np.ones(sum(self.count_lengths)), mstype.float32)
         self.places = tuple(Tensor(rows, mstype.float32) for rows in places)
         self.count_shares = tuple(float(own or mesh.pp == 1) / mesh.stage_size for own in held)
-        balancing = [cell for _, cell in counting if cell.balance_rate]
+        balancing = [cell for _, cell in counting if cell.balance_rate]  # all that count experts, the first ones
         self.balanced = [cell.choices for cell in balancing]
         self.balance_rate = balancing[0].balance_rate if balancing else 0.0
         self.biases = ParameterTuple([cell.balance_bias for cell in self.balanced])
@@ -175,7 +176,8 @@ class TrainStep(nn.Cell):
         if not self.counts:
             return self.cleared(loss, accumulated, gradients, overflow), norm
         if self.balance_rate:
-            loads = self.map(ops.partial(_keep, overflow), counted) if self.scales_loss else counted
+            loads = counted[: len(self.biases)]
+            loads = self.map(ops.partial(_keep, overflow), loads) if self.scales_loss else loads
             loss = ops.depend(loss, self.map(ops.partial(_balance, self.balance_rate), self.biases, loads))
         # A stage without experts gets its zeros here: MindSpore would leave out an all-reduce of known numbers.
         zero = self.to_float(self.less(square, 0.0), mstype.float32) * self.ones

@@ -19,6 +19,7 @@ from sporeloom.core.errors import ConfigError
 from sporeloom.core.files import write_text_atomically
 from sporeloom.core.json_text import json_text
 from sporeloom.core.lines import file_lines
+from sporeloom.models.config import ModelConfig
 from sporeloom.models.parts.experts import ExpertConfig
 from sporeloom.train.trackers import Tracker
 
@@ -86,6 +87,20 @@ def expert_metrics(counts: NDArray[np.float32], experts: ExpertConfig) -> dict[s
         "busiest_expert": float((given.max(1) / given.mean(1)).max()),
     }
     return told if experts.router == "hash" else {**told, "router_entropy": float((entropy / tokens).mean())}
+
+
+def layer_metrics(counts: NDArray[np.float32], model: ModelConfig) -> dict[str, Any]:
+    """Metrics of what layers counted in a step: those with experts, then those whose indexer is trained.
+
+    `indexer_loss`: KL divergence of the attention from the indexer in nats, without its coefficient, mean over the tokens
+    that are trained on and over layers.
+    """
+    indexers = sum(map(model.has_indexer, range(model.num_layers))) if model.trains_indexer else 0
+    of_experts, of_indexers = np.split(counts, [len(counts) - indexers])
+    told = {"indexer_loss": float(of_indexers.mean())} if indexers else {}
+    if not model.experts:
+        return told
+    return expert_metrics(of_experts.reshape(-1, model.experts.num_experts + 2), model.experts) | told
 
 
 def _lines_up_to(step: int, path: Path) -> list[str]:

@@ -38,6 +38,7 @@ from sporeloom.train.config import Run
 from sporeloom.train.ema import WithAverages
 from sporeloom.train.evaluations import Evaluations
 from sporeloom.train.groups import Scales
+from sporeloom.train.indexer import describe_indexer
 from sporeloom.train.history import History
 from sporeloom.train.loading import leave_undrawn
 from sporeloom.train.loss_scale import LossScale
@@ -140,6 +141,8 @@ def start(run: Run) -> Training:
         trained = sum(map(math.prod, run.lora.shapes(run.model).values()))
         what += f", frozen but for {trained:,} of adapters" + (" and head" if run.model.value_head else "")
     training.say(f"{what} on {run.strategy.mesh}")
+    if told := describe_indexer(config, run.model):
+        training.say(told)
     if has_flash(net):
         training.say(f"attention: {_told_of_attention(engine, net)}")
     drops = isinstance(net, DecoderWithLoss) and net.has_router_losses
@@ -268,7 +271,9 @@ def _build_step(run: Run, engine: Engine, task: Task, net: nn.Cell, report: Repo
 
 def _optimizer(run: Run, engine: Engine, net: nn.Cell, report: Report) -> AdamW | SGD | Adafactor | Muon:
     weights = net.trainable_params()
-    scales = run.groups.scales([weight.name.removeprefix(WEIGHTS) for weight in weights]) if run.groups else None
+    scales = None
+    if run.groups and run.config.parameter_groups:
+        scales = run.groups.scales([weight.name.removeprefix(WEIGHTS) for weight in weights])
     if run.config.optimizer == "muon":
         return _muon(run, weights, report, scales)
     if run.config.optimizer == "sgd":

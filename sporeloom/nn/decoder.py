@@ -142,7 +142,16 @@ class Decoder(nn.Cell, TyingCell):
         return self.logits_and_losses(tokens, positions, rows, slots, dropout_keys)[0]
 
     def logits_and_losses(
-        self, tokens, positions, rows=None, slots=None, dropout_keys=None, shares=None, groups=None, kept=None, weights=None
+        self,
+        tokens,
+        positions,
+        rows=None,
+        slots=None,
+        dropout_keys=None,
+        shares=None,
+        groups=None,
+        kept=None,
+        weights=None,
     ):
         """Logits, and the losses of layers, (1,), if there are any: with `shares` and `groups` (see `sporeloom.nn.moe`) those
         of routers, with `weights` (B, T) those of indexers."""

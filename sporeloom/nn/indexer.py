@@ -23,7 +23,7 @@ FAR = 10000.0
 """Factor of a mask before it is added to the scores that tokens are chosen by."""
 TINY = 1e-9
 """Added to a probability before its logarithm is taken."""
-LEAST_SUM = 1e-30
+MIN_SUM = 1e-30
 """Smallest sum of probabilities that others are divided by: a token may attend to sinks alone."""
 
 
@@ -171,4 +171,4 @@ class IndexerLoss(nn.Cell, CountingCell):
         if self.num_sinks:
             batch, _, length, places = probs.shape
             probs = self.cut(probs, (0, 0, 0, self.num_sinks), (batch, 1, length, places), (1, 1, 1, 1))
-        return self.divide(probs, self.at_least(self.over_tokens(probs, 3), LEAST_SUM))
+        return self.divide(probs, self.at_least(self.over_tokens(probs, 3), MIN_SUM))

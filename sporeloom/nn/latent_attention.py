@@ -71,7 +71,7 @@ class LatentAttention(nn.Cell):
         self.has_indexer = bool(of_indexer)
         if self.has_indexer:
             self.indexer = Indexer(config, of_indexer, dtype)
-        self.trains_indexer = self.has_indexer and config.indexer.loss_coefficient > 0
+        self.trains_indexer = self.has_indexer and config.trains_indexer
         if self.trains_indexer:
             self.indexer_loss, self.also_left_out = IndexerLoss(config), ops.Add()
         scaling = config.rope_scaling
@@ -124,9 +124,9 @@ class LatentAttention(nn.Cell):
         batch, _, length, _ = bias.shape
         q_nope, q_rope, query_latent = self.queries(query_input, angles, (batch, length), dropout_keys)
         has_loss = self.trains_indexer and weights is not None
-        scores_and_mask, loss = None, None
+        index_scores, index_mask, loss = None, None, None
         if has_loss:
-            bias, scores_and_mask = self.choice(x, query_latent, bias, angles)
+            bias, index_scores, index_mask = self.choice(x, query_latent, bias, angles)
         elif self.has_indexer:
             bias = self.indexer(x, query_latent, bias, angles, slots)
         latent, shared = self.latents(x, angles, (batch, length), dropout_keys)
@@ -147,7 +147,7 @@ class LatentAttention(nn.Cell):
             scores = self.head_scores(self.nope_transpose(q_nope, (0, 2, 1, 3)), k)
             probs = self.probs(scores, self.with_shared(q_rope, shared), bias)
             if has_loss:
-                loss = self.indexer_loss(*scores_and_mask, probs, weights)
+                loss = self.indexer_loss(index_scores, index_mask, probs, weights)
             y = self.head_context(self.dropped(probs, dropout_keys), v)  # (B, H, T, V)
         y = self.reshape(self.merge_transpose(y, (0, 2, 1, 3)), (-1, self.num_heads * self.value_dim))
         if self.has_conv:
@@ -160,9 +160,9 @@ class LatentAttention(nn.Cell):
         scores = self.indexer.scores_of(ops.stop_gradient(x), ops.stop_gradient(query_latent), bias, angles)
         hidden = self.indexer.of_tokens(bias)
         if self.is_dense or not self.indexer.chooses(bias):
-            return bias, (scores, hidden)
+            return bias, scores, hidden
         left_out = self.indexer.left_out(ops.stop_gradient(scores), hidden)
-        return self.indexer.with_sinks(bias, left_out), (scores, self.also_left_out(hidden, left_out))
+        return self.indexer.with_sinks(bias, left_out), scores, self.also_left_out(hidden, left_out)
 
     def queries(self, x, angles, sizes, dropout_keys):
         """(B*T, D) -> (B, T, H, N), (B, T, H, P), rotated, and the latent of the queries, or None."""

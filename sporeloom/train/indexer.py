@@ -29,7 +29,10 @@ def with_indexer_loss(config: TrainingConfig, model: ModelConfig) -> ModelConfig
     """
     coefficient = config.indexer_loss_coefficient
     if not model.indexer:
-        flags = {"--indexer-loss-coefficient": coefficient is not None, "--indexer-dense-warmup": config.indexer_dense_warmup}
+        flags = {
+            "--indexer-loss-coefficient": coefficient is not None,
+            "--indexer-dense-warmup": config.indexer_dense_warmup,
+        }
         if wrong := [name for name, is_given in flags.items() if is_given]:
             raise ConfigError([f"{name}: this model has no indexer (sparse attention); leave it out" for name in wrong])
     if model.indexer is None or coefficient is None:
@@ -70,7 +73,7 @@ def indexer_problems(
     has_it, given = has_loss(config, model), config.indexer_loss_coefficient
     if config.task not in TASKS and (given or config.indexer_dense_warmup):
         flag = "--indexer-loss-coefficient" if given else "--indexer-dense-warmup"
-        yield f"{flag}: the indexer is trained beside the cross-entropy, by `train` and `sft`; leave it out"
+        yield f"{flag}: the indexer is trained next to the cross-entropy, by `train` and `sft`; leave it out"
     elif has_adapters and (has_it or config.indexer_dense_warmup):
         yield (
             "adapters leave the indexer of sparse attention frozen, so its loss trains nothing; give "
@@ -78,7 +81,7 @@ def indexer_problems(
         )
     elif config.indexer_dense_warmup and not has_it:
         yield f"--indexer-dense-warmup trains the indexer alone, by its loss; give {GIVE_LOSS}"
-    if not has_it and not has_adapters and groups:
+    elif not has_it and not has_adapters and groups:
         yield from _frozen_problems(config, groups)
 
 
@@ -90,6 +93,6 @@ def _frozen_problems(config: TrainingConfig, groups: ParameterGroups) -> Iterato
     of_user = ParameterGroups(groups.groups[1:], groups.names)
     if config.from_checkpoint is None and not of_indexer <= {*of_user.frozen_names}:
         yield (
-            "the indexer of sparse attention would stay at its random initial values, and tokens would attend to random ones: "
+            "the indexer of sparse attention would stay at its random initial values, and tokens attend to random ones: "
             f'give {GIVE_LOSS}, or freeze it on purpose, with {{match: "*.indexer.*", freeze: true}} in --parameter-groups'
         )

@@ -38,8 +38,8 @@ from sporeloom.train.config import Run
 from sporeloom.train.ema import WithAverages
 from sporeloom.train.evaluations import Evaluations
 from sporeloom.train.groups import Scales
-from sporeloom.train.indexer import describe_indexer
 from sporeloom.train.history import History
+from sporeloom.train.indexer import describe_indexer
 from sporeloom.train.loading import leave_undrawn
 from sporeloom.train.loss_scale import LossScale
 from sporeloom.train.muon import ITERATIONS, Muon

@@ -29,6 +29,8 @@ INDEXER = {"layers": (0,), "top_k": 6, "num_heads": 2, "head_dim": 16}
 STREAMS = {"num_streams": 4, "rounds": 4, "norm_layers": (1,)}
 """Each of 20 rounds would be compiled; the values of all are those of the reference (tests/unit/test_openpangu_2.py)."""
 OPENPANGU_2 = {"windows": (0, 5, 0, 5, 7), "indexer": INDEXER, "streams": STREAMS}
+TRAINED_INDEXER = {"layers": (0, 1), "top_k": 6, "num_heads": 2, "head_dim": 16, "loss_coefficient": 100.0}
+"""Its gradients then are about as large as others: the scores of initial weights differ little."""
 SMALL = {"vocab_size": 128, "hidden_size": 64, "seq_len": 32}
 EXPERTS = {
     "num_experts": 4,
@@ -81,6 +83,8 @@ MODELS = {
     "latent": ("pangu", "ultra_moe_tiny", {"experts": None}),
     "two": ("pangu", "2_tiny", {"experts": None, **OPENPANGU_2}),
     "two_moe": ("pangu", "2_tiny", {"experts": SIGMOID, **OPENPANGU_2}),
+    "latent_indexer": ("pangu", "ultra_moe_tiny", {"experts": None, "indexer": TRAINED_INDEXER}),
+    "two_moe_indexer": ("pangu", "2_tiny", {"experts": SIGMOID, **OPENPANGU_2, "indexer": TRAINED_INDEXER}),
     "latent_moe": ("pangu", "ultra_moe_tiny", {"experts": GROUPS}),
     "sigma": ("pangu", "tiny", {"experts": SIGMA}),
 }

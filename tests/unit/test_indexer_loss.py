@@ -40,7 +40,10 @@ def attention(top_k=TOP_K):
         indexer=indexer,
         windows=(),
     )
-    cell, rng = LatentAttention(config, decoder_specs(config).within("layers.0.attention"), ms.float32), np.random.default_rng(1)
+    cell, rng = (
+        LatentAttention(config, decoder_specs(config).within("layers.0.attention"), ms.float32),
+        np.random.default_rng(1),
+    )
     for parameter in cell.get_parameters():
         parameter.set_data(Tensor(rng.normal(size=parameter.shape).astype(np.float32)))
     return cell.set_train()
@@ -68,7 +71,9 @@ def batch():
 def inputs(x, weights):
     bias = np.where(visible(), 0.0, -10000.0)[:, None].astype(np.float32)
     bias = np.concatenate([np.zeros((*bias.shape[:3], SINKS), np.float32), bias], -1)
-    angles = [Tensor(np.full((*weights.shape, 1, LATENT["rope_dim"]), value, np.float32)) for value in (1, 0)]  # no rotation
+    angles = [
+        Tensor(np.full((*weights.shape, 1, LATENT["rope_dim"]), value, np.float32)) for value in (1, 0)
+    ]  # no rotation
     flat = Tensor(x.reshape(-1, HIDDEN))
     return flat, flat, Tensor(bias), angles, None, None, Tensor(weights)
 
@@ -146,7 +151,9 @@ def test_the_loss_and_its_gradients_are_those_of_the_formula(top_k, is_dense):
             sides = [expected({**w, name: w[name] + s * change}, wide, weights, top_k, is_dense) for s in (1, -1)]
             # The attention is constant: of what the indexer reads nothing changes, but of the choice, which does not either.
             differences[place] = (sides[0] - sides[1]) / 2e-6
-        np.testing.assert_allclose(found.asnumpy(), differences, atol=2e-5 * max(1, np.abs(differences).max()), err_msg=name)
+        np.testing.assert_allclose(
+            found.asnumpy(), differences, atol=2e-5 * max(1, np.abs(differences).max()), err_msg=name
+        )
         assert np.abs(differences).max() > 1e-3, name
 
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers of a decoder: how attention and MLP read and write the residual stream x, (B*T, D).
 
-In a model whose layers have losses of their own, of routers (see `sporeloom.nn.moe`) or indexers (`sporeloom.nn.indexer`),
-every layer is also given tokens (B, T), while training the shares of the loss, groups of tokens, the losses of the layers
-below and the parts of the loss of each token, `weights` (B, T); it returns x and the losses with its own.
+In a model whose layers have losses of their own, of routers (see `sporeloom.nn.moe`) or attention (`sporeloom.nn.indexer`,
+`sporeloom.nn.max_logits`), every layer is also given tokens (B, T), while training the shares of the loss, groups of tokens,
+the losses of the layers below, and `of_tokens`: the part of the loss of each token, (B, T), and the mask of padding,
+(B, 1, T), where something needs it. It returns x and the losses with its own.
 """
 
 from mindspore import dtype as mstype
@@ -38,9 +39,7 @@ class Block(nn.Cell):
             self.mlp, self.losses_add = MoE(config, specs.within("mlp"), dtype, layer), ops.Add()
         else:
             self.mlp = build_mlp(config, specs.within("mlp"), dtype)
-        self.trains_indexer = bool(config.latent) and self.attention.trains_indexer
-        if self.trains_indexer:
-            self.indexer_add = ops.Add()
+        self.attention_losses_add = ops.Add()
         self.mlp_add = ops.Add()
 
     def construct(
@@ -55,7 +54,7 @@ class Block(nn.Cell):
         losses=None,
         groups=None,
         kept=None,
-        weights=None,
+        of_tokens=None,
     ):
         if self.has_kernel and x.shape[0] <= MAX_KERNEL_ROWS:
             cos, sin = (bias, bias) if angles is None else angles
@@ -63,16 +62,16 @@ class Block(nn.Cell):
             x = self.kernel(x, bias, slots, cos, sin, *cache, *self.operands(), self.plan)
             return x if tokens is None else (x, losses)
         if kept is None or not self.drops_tokens:
-            return self.whole(x, bias, angles, slots, dropout_keys, tokens, shares, losses, groups, weights)
+            return self.whole(x, bias, angles, slots, dropout_keys, tokens, shares, losses, groups, of_tokens)
         part, bias, angles, dropout_keys = self.token_drop(x, kept, dropout_keys)
         return self.token_drop.joined(self.whole(part, bias, angles, None, dropout_keys), x, kept)
 
-    def attend(self, x, bias, angles, slots, dropout_keys, losses, weights):
-        """Attention of (N, D) to itself, and the sum of the losses so far."""
-        if not self.trains_indexer or weights is None:
-            return self.attention(x, x, bias, angles, slots, dropout_keys), losses
-        y, own = self.attention(x, x, bias, angles, slots, dropout_keys, weights)
-        return y, own if losses is None else self.indexer_add(losses, own)
+    def attend(self, queries, x, bias, angles, slots, dropout_keys, losses, of_tokens):
+        """Attention of the queries' input (N, D) to x (N, D), and the sum of the losses so far."""
+        if of_tokens is None or not self.attention.has_losses:
+            return self.attention(queries, x, bias, angles, slots, dropout_keys), losses
+        y, own = self.attention(queries, x, bias, angles, slots, dropout_keys, of_tokens)
+        return y, own if losses is None else self.attention_losses_add(losses, own)
 
     def feed_forward(self, x, dropout_keys, tokens, shares, losses, groups):
         """The MLP or the experts on (N, D), and the sum of the losses so far."""
@@ -102,10 +101,10 @@ class DecoderLayer(Block):
         shares=None,
         losses=None,
         groups=None,
-        weights=None,
+        of_tokens=None,
     ):
         a = self.attention_norm(x)
-        a, losses = self.attend(a, bias, angles, slots, dropout_keys, losses, weights)
+        a, losses = self.attend(a, a, bias, angles, slots, dropout_keys, losses, of_tokens)
         x = self.attention_add(x, a)
         y, losses = self.feed_forward(self.mlp_norm(x), dropout_keys, tokens, shares, losses, groups)
         x = self.mlp_add(x, y)
@@ -131,11 +130,11 @@ class ParallelBlock(Block):
         shares=None,
         losses=None,
         groups=None,
-        weights=None,
+        of_tokens=None,
     ):
         a = self.attention_norm(x)
         y, losses = self.feed_forward(a, dropout_keys, tokens, shares, losses, groups)
-        a, losses = self.attend(a, bias, angles, slots, dropout_keys, losses, weights)
+        a, losses = self.attend(a, a, bias, angles, slots, dropout_keys, losses, of_tokens)
         x = self.attention_add(x, self.mlp_add(a, y))
         return x if tokens is None else (x, losses)
 
@@ -163,10 +162,10 @@ class SandwichLayer(Block):
         shares=None,
         losses=None,
         groups=None,
-        weights=None,
+        of_tokens=None,
     ):
         a = self.attention_norm(x)
-        a, losses = self.attend(a, bias, angles, slots, dropout_keys, losses, weights)
+        a, losses = self.attend(a, a, bias, angles, slots, dropout_keys, losses, of_tokens)
         x = self.attention_add(x, self.attention_output_norm(a))
         y, losses = self.feed_forward(self.mlp_norm(x), dropout_keys, tokens, shares, losses, groups)
         x = self.mlp_add(x, self.mlp_output_norm(y))

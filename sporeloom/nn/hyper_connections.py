@@ -101,11 +101,11 @@ class StreamLayer(SandwichLayer):
         shares=None,
         losses=None,
         groups=None,
-        weights=None,
+        of_tokens=None,
     ):
         y, gates = self.attention_streams(x)
         a = self.attention_norm(y)
-        a, losses = self.attend(a, bias, angles, slots, dropout_keys, losses, weights)
+        a, losses = self.attend(a, a, bias, angles, slots, dropout_keys, losses, of_tokens)
         x = self.attention_write(x, self.attention_output_norm(a), gates)
         y, gates = self.mlp_streams(x)
         y, losses = self.feed_forward(self.mlp_norm(y), dropout_keys, tokens, shares, losses, groups)

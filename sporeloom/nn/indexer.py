@@ -129,7 +129,7 @@ class IndexerLoss(nn.Cell, CountingCell):
     loss of the global batch, so that padding and the ends of documents do not count, and losses of microbatches add up.
     """
 
-    counts_experts = False
+    kind = "indexer"
 
     def __init__(self, config: ModelConfig):
         super().__init__()

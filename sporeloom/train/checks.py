@@ -41,6 +41,7 @@ from sporeloom.train.folder import earlier_run, folder_problems, settled
 from sporeloom.train.groups import ParameterGroups, read_groups
 from sporeloom.train.indexer import first_groups, indexer_problems, with_indexer_loss
 from sporeloom.train.loss_scale import FLOAT16_INITIAL
+from sporeloom.train.max_logit_flags import MaxLogitFlags
 from sporeloom.train.prediction import Prediction, job_of_run, read_prediction
 from sporeloom.train.spikes import parse_steps
 from sporeloom.train.token_dropping import random_ltd_problems
@@ -91,6 +92,8 @@ def check(config: TrainingConfig, num_processes: int | None) -> Run:
         problems.of(_check_certificate, config, config.certificate, family, model, strategy, seq_len, lora)
     groups = problems.of(_groups, config, model, lora) if model else None
     problems += indexer_problems(config, model, groups, lora is not None) if model and model.indexer else []
+    if isinstance(config, MaxLogitFlags) and model and strategy:
+        problems += config.max_logit_problems(model, strategy, groups, lora is not None, random_ltd is not None)
     predicted = config.predicted and model and strategy and sizes
     prediction = problems.of(_prediction, config, model, strategy, sizes, lora) if predicted else None
     problems += _folder_problems(config)

@@ -75,7 +75,7 @@ def inputs(x, weights):
         Tensor(np.full((*weights.shape, 1, LATENT["rope_dim"]), value, np.float32)) for value in (1, 0)
     ]  # no rotation
     flat = Tensor(x.reshape(-1, HIDDEN))
-    return flat, flat, Tensor(bias), angles, None, None, Tensor(weights)
+    return flat, flat, Tensor(bias), angles, None, None, (Tensor(weights), None)
 
 
 def softmax(x):

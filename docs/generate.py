@@ -97,13 +97,14 @@ def model_config() -> str:
     found = classes(
         "sporeloom/models/config.py",
         "sporeloom/models/rope_scaling.py",
-        *(f"sporeloom/models/parts/{name}.py" for name in ("experts", "latent_attention")),
+        *(f"sporeloom/models/parts/{name}.py" for name in ("experts", "latent_attention", "indexer")),
     )
     shown = {
         "ModelConfig": "Fields of the model",
         "ExpertConfig": "Fields of `experts`",
         "RopeScaling": "Fields of `rope_scaling`",
         "LatentConfig": "Fields of `latent`",
+        "IndexerConfig": "Fields of `indexer`",
     }
     return "\n".join(f"### {title}\n\n{fields_table(found[name])}" for name, title in shown.items())
 

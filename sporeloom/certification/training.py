@@ -182,7 +182,8 @@ def _steps_of(
         for optimizer, rate in zip((step.optimizer.adam, step.optimizer.sgd), RATES[name], strict=True):
             optimizer.prepare(index + 1, rate)
         loss, norm, *counted = engine.run(ran, *batch)
-        counts += [array.asnumpy().reshape(len(step.count_lengths), -1).tolist() for array in counted]  # a row a layer
+        ends = np.cumsum(step.count_lengths)[:-1]
+        counts += [[row.tolist() for row in np.split(array.asnumpy(), ends)] for array in counted]  # a row a layer
         losses.append(float(loss.asnumpy().reshape(())))
         norms.append(float(norm.asnumpy().reshape(())))
         if index == 0 and name == "AdamW":  # m = (1 - beta1) g after the first step

@@ -22,11 +22,17 @@ class HeadCopier:
     """Whether each query head gets its own copy of its keys and values: where ranks share such a head."""
 
 
+COUNT_KINDS = ("experts", "indexer", "max_logits")
+"""Parts of a model that count, in the order of their counts."""
+
+
 class CountingCell:
     """A part that returns metrics from a training step."""
 
     metrics: Sequence[str] | None = None
-    """Names of the metrics of an objective; None: a part of a model, whose counts are those of its experts."""
+    """Names of the metrics of an objective; None: a part of a model, whose counts are those of its experts or its indexer."""
+    kind: str = "experts"
+    """Counts of a part of a model, one of `COUNT_KINDS`."""
     balance_rate: float = 0.0
     """Step by which the biases of its router move towards balance."""
     choices: Any
@@ -34,6 +40,22 @@ class CountingCell:
 
     def attach_counter(self, name: str) -> Any:
         """Let training steps count. Returns the parameter of that name, whose gradient is the count."""
+        raise NotImplementedError
+
+
+class ClippedAttention:
+    """Attention whose largest logits a training step may count, and whose heads QK-clip scales."""
+
+    counts_max_logits: bool = False
+    """Whether it counts them."""
+
+    def attach_max_logits(self) -> None:
+        """Let training steps count the largest logit of each head."""
+        raise NotImplementedError
+
+    def head_powers(self) -> Sequence[tuple[Any, tuple[float, ...]]]:
+        """Parameters whose rows belong to heads, and for each row of a head the power of the head's factor that it gets, so
+        that the head's logits get that factor. Keys that heads share get none; the queries then get all of it."""
         raise NotImplementedError
 
 

@@ -273,6 +273,11 @@ class ModelConfig(Widths):
         return self.indexer is not None and layer in self.indexer.layers
 
     @property
+    def trains_indexer(self) -> bool:
+        """Whether the indexers of sparse attention have a loss in training."""
+        return self.indexer is not None and self.indexer.loss_coefficient > 0
+
+    @property
     def end_ids(self) -> tuple[int, ...]:
         """All tokens that end a generated text."""
         return tuple(dict.fromkeys((self.eod_id, *self.stop_ids)))

@@ -7,13 +7,14 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
 
-from sporeloom.models.cells import FlashCell
+from sporeloom.models.cells import ClippedAttention, FlashCell
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.parts.spec import ParameterSpecs
 from sporeloom.nn.cache import Int8KVCache, KVCache, NoCache
 from sporeloom.nn.dropout import AttentionDropout, Dropout
 from sporeloom.nn.flash import FlashAttention, chooses_flash, runs_flash
 from sporeloom.nn.linear import Linear
+from sporeloom.nn.max_logits import MaxLogits
 from sporeloom.nn.rotary import Rotary
 
 MASKED_SCORE = -10000.0  # the reference implementation's finite value: a row that may attend to nothing stays finite
@@ -118,7 +119,7 @@ class SlotMask(Mask):
         return self.both(visible, self.not_before(self.before(positions, self.window), _places(self.capacity)))
 
 
-class Attention(nn.Cell, FlashCell):
+class Attention(nn.Cell, FlashCell, ClippedAttention):
     """Softmax(Q K^T / sqrt(head_dim) + mask) V, then the output projection.
 
     Keys and values go through `cache`, which may add those of earlier tokens. KV heads of keys and values serve H heads of
@@ -128,6 +129,10 @@ class Attention(nn.Cell, FlashCell):
     has_kernel = False
     """Whether single queries over a cache are computed by a compiled kernel, which writes to the cache, too
     (`sporeloom.inference.kernels`)."""
+    has_losses = False
+    """Whether it returns losses in training."""
+    trains_indexer = False
+    """It has no indexer."""
 
     def __init__(self, config: ModelConfig, specs: ParameterSpecs, dtype: mstype.Type):
         super().__init__()
@@ -161,9 +166,20 @@ class Attention(nn.Cell, FlashCell):
         kind = Int8KVCache if is_int8 else KVCache
         self.cache = kind((num_rows, self.num_kv_heads, capacity, self.head_dim), self.dtype)
 
-    def construct(self, query_input, x, bias, angles=None, slots=None, dropout_keys=None):
+    def attach_max_logits(self) -> None:
+        self.max_logits = MaxLogits(self.num_heads)
+        self.has_losses = self.counts_max_logits = True
+
+    def head_powers(self):
+        of_key, of_query = (0.5,) * self.head_dim, (0.5 if self.group_size == 1 else 1.0,) * self.head_dim
+        queries = [(each, of_query) for each in self.query.operands()]
+        return queries + ([(each, of_key) for each in self.key.operands()] if self.group_size == 1 else [])
+
+    def construct(self, query_input, x, bias, angles=None, slots=None, dropout_keys=None, of_tokens=None):
         """query_input, x: (B*T, D), inputs of queries, and of keys and values; bias: (B, 1, T, keys), from `Mask`;
-        angles: of RoPE, for models that have it."""
+        angles: of RoPE, for models that have it. With `of_tokens` (see `sporeloom.nn.blocks`) its losses, (1,), where it
+        has any, are returned as well."""
+        losses = None
         batch, _, length, _ = bias.shape
         of_queries = (batch, length, self.num_heads, self.head_dim)
         of_keys = (batch, length, self.num_kv_heads, self.head_dim)
@@ -181,19 +197,22 @@ class Attention(nn.Cell, FlashCell):
             y = self.kernel(q, k, v, *self.cache.operands(), slots, bias)
         else:
             k, v = self.cache(k, v, slots)  # (B, KV, T, D/H) -> (B, KV, keys, D/H)
-            y = (
-                self.flash(q, k, v, bias)
-                if self.has_flash and runs_flash(self.flash_on_cpu)
-                else self.attend(q, k, v, bias, dropout_keys)
-            )
+            if self.has_flash and runs_flash(self.flash_on_cpu):
+                y = self.flash(q, k, v, bias)
+            else:
+                logits = self.logits(q, k, bias)
+                if self.has_losses and of_tokens is not None:
+                    losses = self.max_logits(logits, of_tokens[1])
+                y = self.attend(logits, v, dropout_keys)
         y = self.reshape(self.merge_transpose(y, (0, 2, 1, 3)), (-1, self.query_size))  # (B, H, T, D/H) -> (B*T, D)
-        return self.dropout(self.output(y, dropout_keys), dropout_keys)
+        y = self.dropout(self.output(y, dropout_keys), dropout_keys)
+        return y if losses is None else (y, losses)
 
     def operands(self):
         return self.query.operands() + self.key.operands() + self.value.operands() + self.output.operands()
 
-    def attend(self, q, k, v, bias, dropout_keys):
-        """q (B, H, T, D/H), and k, v (B, KV, keys, D/H) -> (B, H, T, D/H)."""
+    def logits(self, q, k, bias):
+        """Scaled and masked scores of q (B, H, T, D/H) and k (B, KV, keys, D/H), (B, H, T, keys) float32."""
         batch, _, length, num_keys = bias.shape
         rows = self.group_size * length
         if self.group_size > 1:
@@ -202,10 +221,14 @@ class Attention(nn.Cell, FlashCell):
         if self.group_size > 1:
             scores = self.ungroup_scores(scores, (batch, self.num_heads, length, num_keys))
         scores = self.cast(scores, mstype.float32)  # (B, H, T, keys)
-        scores = self.mask_add(self.scale(scores, 1.0 / math.sqrt(self.head_dim)), bias)
-        probs = self.cast(self.probs_dropout(self.softmax(scores), dropout_keys), self.dtype)
+        return self.mask_add(self.scale(scores, 1.0 / math.sqrt(self.head_dim)), bias)
+
+    def attend(self, logits, v, dropout_keys):
+        """(B, H, T, keys) and v (B, KV, keys, D/H) -> (B, H, T, D/H)."""
+        batch, _, length, num_keys = logits.shape
+        probs = self.cast(self.probs_dropout(self.softmax(logits), dropout_keys), self.dtype)
         if self.group_size > 1:
-            probs = self.group_probs(probs, (batch, self.num_kv_heads, rows, num_keys))
+            probs = self.group_probs(probs, (batch, self.num_kv_heads, self.group_size * length, num_keys))
         y = self.context(probs, v)
         if self.group_size > 1:
             y = self.ungroup_context(y, (batch, self.num_heads, length, self.head_dim))

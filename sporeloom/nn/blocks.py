@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers of a decoder: how attention and MLP read and write the residual stream x, (B*T, D).
 
-In a model with experts every layer is also given tokens (B, T), while training the shares of the loss, groups of tokens and
-the losses of the routers below; it returns x and the losses with its own (see `sporeloom.nn.moe`).
+In a model whose layers have losses of their own, of routers (see `sporeloom.nn.moe`) or attention (`sporeloom.nn.indexer`,
+`sporeloom.nn.max_logits`), every layer is also given tokens (B, T), while training the shares of the loss, groups of tokens,
+the losses of the layers below, and `of_tokens`: the part of the loss of each token, (B, T), and the mask of padding,
+(B, 1, T), where something needs it. It returns x and the losses with its own.
 """
 
 from mindspore import dtype as mstype
@@ -37,6 +39,7 @@ class Block(nn.Cell):
             self.mlp, self.losses_add = MoE(config, specs.within("mlp"), dtype, layer), ops.Add()
         else:
             self.mlp = build_mlp(config, specs.within("mlp"), dtype)
+        self.attention_losses_add = ops.Add()
         self.mlp_add = ops.Add()
 
     def construct(
@@ -51,6 +54,7 @@ class Block(nn.Cell):
         losses=None,
         groups=None,
         kept=None,
+        of_tokens=None,
     ):
         if self.has_kernel and x.shape[0] <= MAX_KERNEL_ROWS:
             cos, sin = (bias, bias) if angles is None else angles
@@ -58,12 +62,19 @@ class Block(nn.Cell):
             x = self.kernel(x, bias, slots, cos, sin, *cache, *self.operands(), self.plan)
             return x if tokens is None else (x, losses)
         if kept is None or not self.drops_tokens:
-            return self.whole(x, bias, angles, slots, dropout_keys, tokens, shares, losses, groups)
+            return self.whole(x, bias, angles, slots, dropout_keys, tokens, shares, losses, groups, of_tokens)
         part, bias, angles, dropout_keys = self.token_drop(x, kept, dropout_keys)
         return self.token_drop.joined(self.whole(part, bias, angles, None, dropout_keys), x, kept)
 
+    def attend(self, queries, x, bias, angles, slots, dropout_keys, losses, of_tokens):
+        """Attention of the queries' input (N, D) to x (N, D), and the sum of the losses so far."""
+        if of_tokens is None or not self.attention.has_losses:
+            return self.attention(queries, x, bias, angles, slots, dropout_keys), losses
+        y, own = self.attention(queries, x, bias, angles, slots, dropout_keys, of_tokens)
+        return y, own if losses is None else self.attention_losses_add(losses, own)
+
     def feed_forward(self, x, dropout_keys, tokens, shares, losses, groups):
-        """The MLP or the experts on (N, D), and the sum of the routers' losses so far."""
+        """The MLP or the experts on (N, D), and the sum of the losses so far."""
         if not self.has_experts:
             return self.mlp(x, dropout_keys), losses
         y, own = self.mlp(x, tokens, shares, dropout_keys, groups)
@@ -80,10 +91,21 @@ class DecoderLayer(Block):
         self.mlp_norm = build_norm(config, specs.within("mlp_norm"), dtype)
 
     def whole(
-        self, x, bias, angles=None, slots=None, dropout_keys=None, tokens=None, shares=None, losses=None, groups=None
+        self,
+        x,
+        bias,
+        angles=None,
+        slots=None,
+        dropout_keys=None,
+        tokens=None,
+        shares=None,
+        losses=None,
+        groups=None,
+        of_tokens=None,
     ):
         a = self.attention_norm(x)
-        x = self.attention_add(x, self.attention(a, a, bias, angles, slots, dropout_keys))
+        a, losses = self.attend(a, a, bias, angles, slots, dropout_keys, losses, of_tokens)
+        x = self.attention_add(x, a)
         y, losses = self.feed_forward(self.mlp_norm(x), dropout_keys, tokens, shares, losses, groups)
         x = self.mlp_add(x, y)
         return x if tokens is None else (x, losses)
@@ -98,11 +120,22 @@ class ParallelBlock(Block):
     """x + attention(norm(x)) + mlp(norm(x)), on one norm. Source: arXiv:2204.02311 section 2."""
 
     def whole(
-        self, x, bias, angles=None, slots=None, dropout_keys=None, tokens=None, shares=None, losses=None, groups=None
+        self,
+        x,
+        bias,
+        angles=None,
+        slots=None,
+        dropout_keys=None,
+        tokens=None,
+        shares=None,
+        losses=None,
+        groups=None,
+        of_tokens=None,
     ):
         a = self.attention_norm(x)
         y, losses = self.feed_forward(a, dropout_keys, tokens, shares, losses, groups)
-        x = self.attention_add(x, self.mlp_add(self.attention(a, a, bias, angles, slots, dropout_keys), y))
+        a, losses = self.attend(a, a, bias, angles, slots, dropout_keys, losses, of_tokens)
+        x = self.attention_add(x, self.mlp_add(a, y))
         return x if tokens is None else (x, losses)
 
     def operands(self):
@@ -119,11 +152,21 @@ class SandwichLayer(Block):
         self.mlp_output_norm = build_norm(config, specs.within("mlp_output_norm"), dtype)
 
     def whole(
-        self, x, bias, angles=None, slots=None, dropout_keys=None, tokens=None, shares=None, losses=None, groups=None
+        self,
+        x,
+        bias,
+        angles=None,
+        slots=None,
+        dropout_keys=None,
+        tokens=None,
+        shares=None,
+        losses=None,
+        groups=None,
+        of_tokens=None,
     ):
         a = self.attention_norm(x)
-        a = self.attention_output_norm(self.attention(a, a, bias, angles, slots, dropout_keys))
-        x = self.attention_add(x, a)
+        a, losses = self.attend(a, a, bias, angles, slots, dropout_keys, losses, of_tokens)
+        x = self.attention_add(x, self.attention_output_norm(a))
         y, losses = self.feed_forward(self.mlp_norm(x), dropout_keys, tokens, shares, losses, groups)
         x = self.mlp_add(x, self.mlp_output_norm(y))
         return x if tokens is None else (x, losses)

@@ -8,8 +8,8 @@ from mindspore import dtype as mstype
 from mindspore import nn, ops
 
 from sporeloom.core.errors import ConfigError
-from sporeloom.models.cells import TyingCell
-from sporeloom.models.config import ModelConfig
+from sporeloom.models.cells import ClippedAttention, TyingCell
+from sporeloom.models.config import NO_LABEL, ModelConfig
 from sporeloom.models.parameters import decoder_specs
 from sporeloom.models.parts.multi_token_prediction import PREFIX
 from sporeloom.models.parts.spec import ParameterSpecs
@@ -29,6 +29,9 @@ from sporeloom.nn.mtp import MTPLayer, MTPLosses
 from sporeloom.nn.norm import build_norm
 from sporeloom.nn.rotary import Angles
 from sporeloom.nn.routing import TokenGroups
+
+HIDDEN = -1e9
+"""Added to the largest attention logits of padding."""
 
 
 class Decoder(nn.Cell, TyingCell):
@@ -56,6 +59,7 @@ class Decoder(nn.Cell, TyingCell):
         dtype, specs = getattr(mstype, config.compute_dtype), decoder_specs(config)
         self.config, self.tied_embedding = config, config.tied_embedding
         self.has_experts = config.experts is not None
+        self.has_attention_losses, self.counts_max_logits = config.trains_indexer, False
         self.embedding = TokenEmbedding(config, specs.within("embedding"), dtype)
         self.num_sinks = config.latent.num_sinks if config.latent else 0
         self.mask = DocumentMask(chooses_flash(config), self.num_sinks)
@@ -132,6 +136,13 @@ class Decoder(nn.Cell, TyingCell):
                 cell.attach_cache(num_rows, capacity, *([True] if is_int8 else []))
                 cell.cache.update_parameters_name(f"{name}.cache.")
 
+    def attach_max_logits(self) -> None:
+        """Let training steps count the largest attention logit of each head."""
+        self.has_attention_losses = self.counts_max_logits = True
+        for _, cell in self.cells_and_names():
+            if isinstance(cell, ClippedAttention):
+                cell.attach_max_logits()
+
     def attach_head_input(self) -> None:
         """Let `HiddenStates` return the head's input."""
         self.head_input = HeadInput()
@@ -140,21 +151,34 @@ class Decoder(nn.Cell, TyingCell):
         return self.logits_and_losses(tokens, positions, rows, slots, dropout_keys)[0]
 
     def logits_and_losses(
-        self, tokens, positions, rows=None, slots=None, dropout_keys=None, shares=None, groups=None, kept=None
+        self,
+        tokens,
+        positions,
+        rows=None,
+        slots=None,
+        dropout_keys=None,
+        shares=None,
+        groups=None,
+        kept=None,
+        of_tokens=None,
     ):
-        """Logits, and with `shares` and `groups` (see `sporeloom.nn.moe`) the router losses, (1,), if there are
-        any."""
-        x, losses = self.hidden(tokens, positions, slots, dropout_keys, shares, groups, kept)
+        """Logits, and the losses of layers, (1,), if there are any: with `shares` and `groups` (see `sporeloom.nn.moe`) those
+        of routers, with `of_tokens` (see `sporeloom.nn.blocks`) those of attention."""
+        x, losses = self.hidden(tokens, positions, slots, dropout_keys, shares, groups, kept, of_tokens)
         return self.head(x, self.embedding.word.weight, rows), losses
 
-    def hidden(self, tokens, positions, slots=None, dropout_keys=None, shares=None, groups=None, kept=None):
-        """Input of the head (B*T, D), and the losses of the routers. `kept`: the output of `draw_kept` of
+    def hidden(
+        self, tokens, positions, slots=None, dropout_keys=None, shares=None, groups=None, kept=None, of_tokens=None
+    ):
+        """Input of the head (B*T, D), and the losses of layers. `kept`: the output of `draw_kept` of
         `sporeloom.data.random_ltd`, where layers drop tokens."""
-        x, losses, masks, _ = self.stream(tokens, positions, slots, dropout_keys, shares, groups, kept)
-        return self.top(x, positions, masks[0], slots, dropout_keys), losses
+        x, losses, masks, _ = self.stream(tokens, positions, slots, dropout_keys, shares, groups, kept, of_tokens)
+        return self.top(x, positions, masks[0], slots, dropout_keys, losses, of_tokens)
 
-    def stream(self, tokens, positions, slots=None, dropout_keys=None, shares=None, groups=None, kept=None):
-        """Output of the last of `layers`, the losses of the routers, and the masks and angles of the positions."""
+    def stream(
+        self, tokens, positions, slots=None, dropout_keys=None, shares=None, groups=None, kept=None, of_tokens=None
+    ):
+        """Output of the last of `layers`, the losses of layers, and the masks and angles of the positions."""
         kept = None if kept is None else (*kept, positions)
         masks = self.biases(positions)
         bias = masks[0]
@@ -167,8 +191,10 @@ class Decoder(nn.Cell, TyingCell):
         for number, layer in enumerate(self.layers):
             if self.has_windows:
                 bias = masks[self.mask_of_layer[number]]
-            if self.has_experts:
-                x, losses = layer(x, bias, angles, slots, dropout_keys, tokens, shares, losses, groups)
+            if self.has_experts or self.has_attention_losses:
+                x, losses = layer(
+                    x, bias, angles, slots, dropout_keys, tokens, shares, losses, groups, kept=None, of_tokens=of_tokens
+                )
             else:
                 x = layer(x, bias, angles, slots, dropout_keys, kept=kept)
         if self.has_streams:
@@ -181,28 +207,28 @@ class Decoder(nn.Cell, TyingCell):
         inside = self.inside_column(inside, 2)
         return (*angles, inside) if slots is None else (*angles, inside, *self.conv_places(slots))
 
-    def logits_of_depths(self, tokens, positions, later, shares=None, groups=None):
-        """Logits of the next token and of each depth of multi-token prediction, (B*T, V) each, and the losses of the routers.
+    def logits_of_depths(self, tokens, positions, later, shares=None, groups=None, of_tokens=None):
+        """Logits of the next token and of each depth of multi-token prediction, (B*T, V) each, and the losses of layers.
 
         `later`: for each depth d the tokens d positions on, (B, T); any token below 0 where there is none.
         """
-        x, losses, masks, angles = self.stream(tokens, positions, None, None, shares, groups)
+        x, losses, masks, angles = self.stream(tokens, positions, None, None, shares, groups, None, of_tokens)
         bias = masks[0]
-        normed = self.top(x, positions, bias, None, None)
+        normed, losses = self.top(x, positions, bias, None, None, losses)
         logits = (self.head(normed, self.embedding.word.weight),)
         for depth, layer in enumerate(self.mtp):
             if self.has_windows:
                 bias = masks[self.mask_of_layer[self.config.num_layers + depth]]
             embedded = self.embedding(self.known_token(later[depth], 0), positions)
             x = normed if self.mtp_reads_normed else x
-            x, losses = layer(x, embedded, bias, angles, tokens, shares, losses, groups)
+            x, losses = layer(x, embedded, bias, angles, tokens, shares, losses, groups, of_tokens)
             normed = layer.head_norm(x)
             logits = (*logits, self.head(normed, self.embedding.word.weight))
         return logits, losses
 
-    def top(self, x, positions, bias, slots, dropout_keys):
-        """Compute the part from the last of `layers` to the head."""
-        return self.final_norm(x)
+    def top(self, x, positions, bias, slots, dropout_keys, losses=None, of_tokens=None):
+        """Compute the part from the last of `layers` to the head. Returns the head's input and the losses."""
+        return self.final_norm(x), losses
 
 
 class HiddenStates(nn.Cell):
@@ -229,8 +255,8 @@ class DecoderWithLoss(nn.Cell):
     and loss weights of each depth instead, (B, T) each (`sporeloom.data.batch.mtp_targets`).
 
     Args:
-        loss: of logits, labels, weights and its further inputs; without it, the cross-entropy. The losses of routers are
-            added to the cross-entropy only, and only there do experts drop what is beyond their capacity.
+        loss: of logits, labels, weights and its further inputs; without it, the cross-entropy. The losses of routers and
+            indexers are added to the cross-entropy only, and only there do experts drop what is beyond their capacity.
     """
 
     def __init__(self, model: Decoder, loss: nn.Cell | None = None):
@@ -239,6 +265,13 @@ class DecoderWithLoss(nn.Cell):
         self.loss = CrossEntropy(model.config.z_loss) if loss is None else loss
         self.num_inputs = self.loss.num_inputs
         self.has_router_losses = model.has_experts and loss is None
+        self.is_cross_entropy = loss is None
+        self.is_padding, self.padding_number, self.padding_mask, self.over_heads = (
+            ops.Equal(),
+            ops.Cast(),
+            ops.Mul(),
+            ops.ExpandDims(),
+        )
         self.num_mtp = model.config.num_mtp_layers if loss is None else 0
         if self.num_mtp:
             self.num_inputs += 2 * self.num_mtp
@@ -253,22 +286,38 @@ class DecoderWithLoss(nn.Cell):
         kept = rest[-2:] if len(rest) > 1 else None
         if self.num_mtp:
             return self.of_depths(tokens, labels, positions, loss_weights, inputs)
-        if not self.has_router_losses:
+        if not self.is_cross_entropy or not (self.model.has_experts or self.model.has_attention_losses):
             logits, _ = self.model.logits_and_losses(tokens, positions, None, None, dropout_keys, kept=kept)
             return self.loss(logits, labels, loss_weights, *inputs)
-        groups = self.token_groups(labels, tokens)
-        shares = self.share(self.by_group(loss_weights, groups[0].shape), 1)  # (G,)
-        logits, losses = self.model.logits_and_losses(tokens, positions, None, None, dropout_keys, shares, groups)
+        shares, groups = self.of_groups(tokens, labels, loss_weights)
+        of_tokens = self.of_tokens(labels, loss_weights)
+        logits, losses = self.model.logits_and_losses(
+            tokens, positions, None, None, dropout_keys, shares, groups, kept=None, of_tokens=of_tokens
+        )
         return self.loss(logits, labels, loss_weights, losses)
+
+    def of_tokens(self, labels, loss_weights):
+        """Tensors that the losses of attention need (see `sporeloom.nn.blocks`); None where it has none."""
+        if not (self.is_cross_entropy and self.model.has_attention_losses):
+            return None
+        if not self.model.counts_max_logits:
+            return loss_weights, None
+        padding = self.padding_number(self.is_padding(labels, NO_LABEL), mstype.float32)
+        return loss_weights, self.over_heads(self.padding_mask(padding, HIDDEN), 1)
+
+    def of_groups(self, tokens, labels, loss_weights):
+        """The parts of the loss that groups of tokens have, (G,), and the groups; None without routers' losses."""
+        if not self.has_router_losses:
+            return None, None
+        groups = self.token_groups(labels, tokens)
+        return self.share(self.by_group(loss_weights, groups[0].shape), 1), groups
 
     def of_depths(self, tokens, labels, positions, loss_weights, inputs):
         """The loss with that of multi-token prediction. `inputs`: labels and weights of each depth."""
-        groups, shares = None, None
-        if self.has_router_losses:
-            groups = self.token_groups(labels, tokens)
-            shares = self.share(self.by_group(loss_weights, groups[0].shape), 1)  # (G,)
+        shares, groups = self.of_groups(tokens, labels, loss_weights)
+        of_tokens = self.of_tokens(labels, loss_weights)
         targets = (labels, *inputs[0::2])
-        logits, losses = self.model.logits_of_depths(tokens, positions, targets[:-1], shares, groups)
+        logits, losses = self.model.logits_of_depths(tokens, positions, targets[:-1], shares, groups, of_tokens)
         total = self.loss(logits[0], labels, loss_weights, losses)
         for depth in range(self.num_mtp):
             of_depth = self.loss(logits[depth + 1], targets[depth + 1], inputs[2 * depth + 1])

@@ -91,12 +91,22 @@ class StreamLayer(SandwichLayer):
             self.block_norm = RMSNorm(of_norm, config.layer_norm_epsilon, dtype)
 
     def whole(
-        self, x, bias, angles=None, slots=None, dropout_keys=None, tokens=None, shares=None, losses=None, groups=None
+        self,
+        x,
+        bias,
+        angles=None,
+        slots=None,
+        dropout_keys=None,
+        tokens=None,
+        shares=None,
+        losses=None,
+        groups=None,
+        of_tokens=None,
     ):
         y, gates = self.attention_streams(x)
         a = self.attention_norm(y)
-        a = self.attention_output_norm(self.attention(a, a, bias, angles, slots, dropout_keys))
-        x = self.attention_write(x, a, gates)
+        a, losses = self.attend(a, a, bias, angles, slots, dropout_keys, losses, of_tokens)
+        x = self.attention_write(x, self.attention_output_norm(a), gates)
         y, gates = self.mlp_streams(x)
         y, losses = self.feed_forward(self.mlp_norm(y), dropout_keys, tokens, shares, losses, groups)
         x = self.mlp_write(x, self.mlp_output_norm(y), gates)

@@ -11,20 +11,22 @@ from mindspore import dtype as mstype
 from mindspore import nn, ops
 
 from sporeloom.core.errors import ConfigError
+from sporeloom.models.cells import ClippedAttention, CountingCell
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.parts.spec import ParameterSpecs
 from sporeloom.nn.cache import KVCache, NoCache
 from sporeloom.nn.causal_conv import CausalConv
 from sporeloom.nn.dropout import AttentionDropout, Dropout
-from sporeloom.nn.indexer import Indexer
+from sporeloom.nn.indexer import Indexer, IndexerLoss
 from sporeloom.nn.int8 import Int8Linear
 from sporeloom.nn.linear import Linear
+from sporeloom.nn.max_logits import MaxLogits
 from sporeloom.nn.norm import RMSNorm
 from sporeloom.nn.parameter import declared_parameter
 from sporeloom.nn.rotary import Rotary
 
 
-class LatentAttention(nn.Cell):
+class LatentAttention(nn.Cell, ClippedAttention):
     """Softmax((Qn Kn^T + Qp kp^T) * scale + mask) V, then the output projection, where (Kn, V) = kv_up(norm(latent)).
 
     Without a cache keys and values of each head are computed. With one, which holds latents and shared keys, each head's
@@ -35,6 +37,8 @@ class LatentAttention(nn.Cell):
     """Heads of the cache."""
     has_kernel = False
     """There is no kernel of it."""
+    is_dense = False
+    """Whether tokens attend to all visible ones where the indexer is trained: its dense warm-up."""
 
     def __init__(self, config: ModelConfig, specs: ParameterSpecs, dtype: mstype.Type):
         super().__init__()
@@ -68,6 +72,9 @@ class LatentAttention(nn.Cell):
         self.has_indexer = bool(of_indexer)
         if self.has_indexer:
             self.indexer = Indexer(config, of_indexer, dtype)
+        self.trains_indexer = self.has_losses = self.has_indexer and config.trains_indexer
+        if self.trains_indexer:
+            self.indexer_loss, self.also_left_out = IndexerLoss(config), ops.Add()
         scaling = config.rope_scaling
         self.factor = (scaling.of_latent_scores if scaling else 1.0) / math.sqrt(latent.head_size)
         self.query_rotary, self.key_rotary = Rotary(config, dtype), Rotary(config, dtype)
@@ -110,11 +117,26 @@ class LatentAttention(nn.Cell):
         self.head_rows = ops.Reshape()
         self.absorb_key, self.absorb_value = ops.BatchMatMul(), ops.BatchMatMul(transpose_b=True)
 
-    def construct(self, query_input, x, bias, angles=None, slots=None, dropout_keys=None):
-        """query_input, x: (B*T, D); bias: (B, 1, T, M + S), from `Mask`; angles: of RoPE, and what `CausalConv` needs."""
+    def attach_max_logits(self) -> None:
+        self.max_logits, self.losses_add = MaxLogits(self.num_heads), ops.Add()
+        self.has_losses = self.counts_max_logits = True
+
+    def head_powers(self):
+        query = self.query_up if self.has_query_latent else self.query
+        of_query, of_key = (0.5,) * self.nope + (1.0,) * self.rope, (0.5,) * self.nope + (0.0,) * self.value_dim
+        return [*((each, of_query) for each in query.operands()), *((each, of_key) for each in self.kv_up.operands())]
+
+    def construct(self, query_input, x, bias, angles=None, slots=None, dropout_keys=None, of_tokens=None):
+        """query_input, x: (B*T, D); bias: (B, 1, T, M + S), from `Mask`; angles: of RoPE, and what `CausalConv` needs.
+
+        With `of_tokens` (see `sporeloom.nn.blocks`) the losses of attention, (1,), where it has any, are returned as well.
+        """
         batch, _, length, _ = bias.shape
         q_nope, q_rope, query_latent = self.queries(query_input, angles, (batch, length), dropout_keys)
-        if self.has_indexer:
+        index_scores, index_mask, losses = None, None, None
+        if self.trains_indexer and of_tokens is not None:
+            bias, index_scores, index_mask = self.choice(x, query_latent, bias, angles)
+        elif self.has_indexer:
             bias = self.indexer(x, query_latent, bias, angles, slots)
         latent, shared = self.latents(x, angles, (batch, length), dropout_keys)
         if self.is_cached:
@@ -132,12 +154,33 @@ class LatentAttention(nn.Cell):
                 sink_keys, sink_values = self.keys_and_values(sinks, (batch, self.num_sinks), None)
                 k, v = self.join_keys((sink_keys, k)), self.join_values((sink_values, v))
             scores = self.head_scores(self.nope_transpose(q_nope, (0, 2, 1, 3)), k)
-            probs = self.probs(scores, self.with_shared(q_rope, shared), bias, dropout_keys)
-            y = self.head_context(probs, v)  # (B, H, T, V)
+            logits = self.logits(scores, self.with_shared(q_rope, shared), bias)
+            probs = self.softmax(logits)
+            if self.has_losses and of_tokens is not None:
+                losses = self.losses(logits, probs, index_scores, index_mask, of_tokens)
+            y = self.head_context(self.dropped(probs, dropout_keys), v)  # (B, H, T, V)
         y = self.reshape(self.merge_transpose(y, (0, 2, 1, 3)), (-1, self.num_heads * self.value_dim))
         if self.has_conv:
             y = self.output_conv(y, angles[2:])
-        return self.dropout(self.output(y, dropout_keys), dropout_keys)
+        y = self.dropout(self.output(y, dropout_keys), dropout_keys)
+        return y if losses is None else (y, losses)
+
+    def losses(self, logits, probs, index_scores, index_mask, of_tokens):
+        """The loss of the indexer, with the largest logits attached."""
+        weights, padding = of_tokens
+        if not self.trains_indexer:
+            return self.max_logits(logits, padding)
+        loss = self.indexer_loss(index_scores, index_mask, probs, weights)
+        return self.losses_add(loss, self.max_logits(logits, padding)) if self.counts_max_logits else loss
+
+    def choice(self, x, query_latent, bias, angles):
+        """The mask of attention, and scores and mask of the indexer's loss, whose gradient ends at the indexer's inputs."""
+        scores = self.indexer.scores_of(ops.stop_gradient(x), ops.stop_gradient(query_latent), bias, angles)
+        hidden = self.indexer.of_tokens(bias)
+        if self.is_dense or not self.indexer.chooses(bias):
+            return bias, scores, hidden
+        left_out = self.indexer.left_out(ops.stop_gradient(scores), hidden)
+        return self.indexer.with_sinks(bias, left_out), scores, self.also_left_out(hidden, left_out)
 
     def queries(self, x, angles, sizes, dropout_keys):
         """(B*T, D) -> (B, T, H, N), (B, T, H, P), rotated, and the latent of the queries, or None."""
@@ -181,10 +224,13 @@ class LatentAttention(nn.Cell):
         q = self.group_queries(self.rope_transpose(q, (0, 2, 1, 3)), (batch, 1, heads * length, width))
         return self.ungroup_scores(self.scores(q, shared), (batch, heads, length, shared.shape[2]))
 
-    def probs(self, scores, shared_scores, bias, dropout_keys):
-        """Attention probabilities, (B, H, T, S)."""
+    def logits(self, scores, shared_scores, bias):
+        """Scaled and masked scores, (B, H, T, S) float32."""
         scores = self.cast(self.scores_add(scores, shared_scores), mstype.float32)
-        probs = self.softmax(self.mask_add(self.scale(scores, self.factor), bias))
+        return self.mask_add(self.scale(scores, self.factor), bias)
+
+    def dropped(self, probs, dropout_keys):
+        """The probabilities after dropout, in the number type of the computation."""
         return self.cast(self.probs_dropout(probs, dropout_keys), self.dtype)
 
     def attend_latents(self, q_nope, q_rope, latent, shared, bias):
@@ -199,7 +245,8 @@ class LatentAttention(nn.Cell):
         rows = (heads, batch * length, self.nope)
         q = self.absorb_key(self.head_rows(self.head_first(q_nope, (2, 0, 1, 3)), rows), key_up)  # (H, B*T, R)
         q = self.batch_first(self.head_rows(q, (heads, batch, length, self.width)), (1, 2, 0, 3))  # (B, T, H, R)
-        probs = self.probs(self.with_shared(q, latent), self.with_shared(q_rope, shared), bias, None)
+        logits = self.logits(self.with_shared(q, latent), self.with_shared(q_rope, shared), bias)
+        probs = self.dropped(self.softmax(logits), None)
         probs = self.group_queries(probs, (batch, 1, heads * length, probs.shape[3]))
         y = self.ungroup_scores(self.context(probs, latent), (batch, heads, length, self.width))
         y = self.head_rows(self.context_first(y, (1, 0, 2, 3)), (heads, batch * length, self.width))
@@ -221,3 +268,13 @@ class LatentAttention(nn.Cell):
         sinks, shared = self.sinks(shared)
         sinks = self.flat_sinks(sinks, (latent.shape[0], 1, self.num_sinks, self.width))
         return self.join_keys((sinks, latent)), shared
+
+
+def attach_dense_warmup(model: nn.Cell) -> None:
+    """Let the layers of a model attend to all visible tokens while their indexers are trained, and nothing move the biases of
+    its routers."""
+    for _, cell in model.cells_and_names():
+        if isinstance(cell, LatentAttention):
+            cell.is_dense = True
+        if isinstance(cell, CountingCell):
+            cell.balance_rate = 0.0

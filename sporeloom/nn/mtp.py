@@ -26,10 +26,12 @@ class MTPLayer(nn.Cell):
         self.head_norm = build_norm(config, specs.within("head_norm"), dtype)
         self.has_experts = config.experts is not None
 
-    def construct(self, x, embedded, bias, angles, tokens, shares=None, losses=None, groups=None):
+    def construct(self, x, embedded, bias, angles, tokens, shares=None, losses=None, groups=None, of_tokens=None):
         x = self.project(self.both((self.embedding_norm(embedded), self.hidden_norm(x))))
-        if self.has_experts:
-            return self.layer(x, bias, angles, None, None, tokens, shares, losses, groups)
+        if self.has_experts or of_tokens is not None:
+            return self.layer(
+                x, bias, angles, None, None, tokens, shares, losses, groups, kept=None, of_tokens=of_tokens
+            )
         return self.layer(x, bias, angles, None, None), losses
 
 

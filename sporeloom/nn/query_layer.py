@@ -14,10 +14,11 @@ from sporeloom.nn.embedding import Embedding
 class QueryLayer(DecoderLayer):
     """A decoder layer whose queries are embeddings of the positions: neither normed nor added to the stream."""
 
-    def construct(self, x, query, bias, slots=None, dropout_keys=None):
-        a = self.attention(query, self.attention_norm(x), bias, None, slots, dropout_keys)
+    def construct(self, x, query, bias, slots=None, dropout_keys=None, losses=None, of_tokens=None):
+        a = self.attention_norm(x)
+        a, losses = self.attend(query, a, bias, None, slots, dropout_keys, losses, of_tokens)
         x = self.attention_add(x, a)
-        return self.mlp_add(x, self.mlp(self.mlp_norm(x), dropout_keys))
+        return self.mlp_add(x, self.mlp(self.mlp_norm(x), dropout_keys)), losses
 
 
 class QueryEmbedding(nn.Cell):
@@ -41,11 +42,12 @@ class TopQueryDecoder(Decoder):
         self.query_layer = QueryLayer(config, specs.within("query_layer"), dtype, config.num_layers - 1)
         self.norm_first = config.final_norm == "before_query"
 
-    def top(self, x, positions, bias, slots, dropout_keys):
+    def top(self, x, positions, bias, slots, dropout_keys, losses=None, of_tokens=None):
         query = self.query_embedding(positions)
         if self.norm_first:
-            return self.query_layer(self.final_norm(x), query, bias, slots, dropout_keys)
-        return self.final_norm(self.query_layer(x, query, bias, slots, dropout_keys))
+            return self.query_layer(self.final_norm(x), query, bias, slots, dropout_keys, losses, of_tokens)
+        x, losses = self.query_layer(x, query, bias, slots, dropout_keys, losses, of_tokens)
+        return self.final_norm(x), losses
 
 
 def decoder_of(config: ModelConfig) -> Decoder:

@@ -7,13 +7,14 @@ import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore import dtype as mstype
 
-from sporeloom.models.cells import CountingCell
+from sporeloom.models.cells import COUNT_KINDS, CountingCell
 
 square_sum = ops.MultitypeFuncGraph("square_sum")
 _scale = ops.MultitypeFuncGraph("scale")
-_add, _assign_sub = ops.Add(), ops.AssignSub()
+_add, _assign_sub, _larger = ops.Add(), ops.AssignSub(), ops.Maximum()
 _clear, _keep = ops.MultitypeFuncGraph("clear"), ops.MultitypeFuncGraph("keep")
 _place, _balance = ops.MultitypeFuncGraph("place"), ops.MultitypeFuncGraph("balance")
+_largest = ops.MultitypeFuncGraph("largest")
 
 
 @square_sum.register("Float", "Tensor")
@@ -49,6 +50,14 @@ def _place_of(places, share, counted):
     return ops.ReduceSum()(places * ops.expand_dims(counted * share, 1), 0)  # (n, all) * (n, 1) -> (all,)
 
 
+@_largest.register("Tensor", "Tensor", "Tensor")
+def _largest_of(threshold, heads, logits):
+    """Largest logit of an attention's heads, number of its head, and how many heads exceed the threshold: (3,)"""
+    largest = ops.ReduceMax(True)(logits, 0)
+    head = ops.ReduceMax(True)(heads * ops.cast(ops.equal(logits, largest), mstype.float32), 0)
+    return ops.Concat(0)((largest, head, ops.ReduceSum(True)(ops.cast(logits > threshold, mstype.float32), 0)))
+
+
 @_balance.register("Float", "Tensor", "Tensor")
 def _balance_by(rate, bias, counted):
     load = counted[: bias.shape[0]]
@@ -69,6 +78,8 @@ class TrainStep(nn.Cell):
         all_reduce: adds a number up over all ranks; None on one device.
         scale: of loss and gradients; 1 / microbatches makes a mean of what a pipeline adds up.
         accumulate: parts of the batch whose gradients are added up one after another, without a pipeline.
+        qk_clip: called with the largest logits of each attention, counted in the step, and what the optimizer returned; it
+            scales weights. None: only the logits are counted, where they are.
         loss_scale: let gradients be computed of the loss times `loss_scale`, a parameter that the caller sets before a step.
             Where one is not finite no rank updates anything, and the norm is not finite either.
     """
@@ -84,6 +95,7 @@ class TrainStep(nn.Cell):
         scale=1.0,
         accumulate=1,
         loss_scale=False,
+        qk_clip=None,
     ):
         super().__init__(auto_prefix=False)
         self.network = network.set_grad()
@@ -93,6 +105,7 @@ class TrainStep(nn.Cell):
         if loss_scale:
             self.loss_scale = Parameter(Tensor(1.0, mstype.float32), name="optimizer_loss_scale", requires_grad=False)
             self.is_finite, self.invert = ops.IsFinite(), ops.LogicalNot()
+        self.qk_clip = qk_clip
         self.grad = ops.GradOperation(get_by_list=True, sens_param=loss_scale)
         self.report = report
         self.attach_counters(rank)
@@ -119,7 +132,8 @@ class TrainStep(nn.Cell):
         """Enable the counters of a network: each counts a part of the global batch, on the ranks of its stage."""
         counting = [(path, c) for path, c in self.network.cells_and_names() if isinstance(c, CountingCell)]
         objectives = [entry for entry in counting if entry[1].metrics is not None]
-        counting = objectives[:1] or counting  # the outermost; it has no router losses
+        counting = objectives[:1] or counting  # the outermost; layers have no losses of their own then
+        counting.sort(key=lambda entry: COUNT_KINDS.index(entry[1].kind))
         counters = [cell.attach_counter(f"counter.{i}") for i, (_, cell) in enumerate(counting)]
         mesh = self.report.compiled_mesh
         layers = [layer for stage in self.report.layers_of_stages for layer in stage]
@@ -132,12 +146,20 @@ class TrainStep(nn.Cell):
         self.num_weights, self.trained = len(self.weights), ParameterTuple([*self.weights, *counters])
         self.counts = bool(counting)
         self.less, self.to_float = ops.Less(), ops.Cast()
-        self.count_lengths = [counter.shape[0] for counter in counters]
+        self.num_summed = self.num_weights + sum(cell.kind != "max_logits" for _, cell in counting)
+        num_heads = [counter.shape[0] for counter in counters[self.num_summed - self.num_weights :]]
+        self.counts_logits = bool(num_heads)
+        if self.counts_logits:
+            self.head_numbers = Tensor(np.arange(num_heads[0]), mstype.float32)
+            self.clip_threshold = 3e38 if self.qk_clip is None else self.qk_clip.threshold.asnumpy()
+            self.clip_threshold = Tensor(self.clip_threshold, mstype.float32)
+        self.count_lengths = [counter.shape[0] for counter in counters[: len(counters) - len(num_heads)]]
+        self.count_lengths += [3] * len(num_heads)
         places = np.split(np.eye(sum(self.count_lengths)), np.cumsum(self.count_lengths)[:-1])
         self.ones = Tensor(np.ones(sum(self.count_lengths)), mstype.float32)
         self.places = tuple(Tensor(rows, mstype.float32) for rows in places)
         self.count_shares = tuple(float(own or mesh.pp == 1) / mesh.stage_size for own in held)
-        balancing = [cell for _, cell in counting if cell.balance_rate]
+        balancing = [cell for _, cell in counting if cell.balance_rate]  # all that count experts, the first ones
         self.balanced = [cell.choices for cell in balancing]
         self.balance_rate = balancing[0].balance_rate if balancing else 0.0
         self.biases = ParameterTuple([cell.balance_bias for cell in self.balanced])
@@ -171,18 +193,30 @@ class TrainStep(nn.Cell):
                 factor = _keep_unless(overflow, factor)
             used = self.map(ops.partial(_scale, factor), used)
         updated = self.optimizer(used, overflow) if self.scales_loss else self.optimizer(used)
+        if self.qk_clip is not None:
+            updated = self.clipped(counted, updated, overflow)
         loss = ops.depend(loss, updated)
         if not self.counts:
             return self.cleared(loss, accumulated, gradients, overflow), norm
         if self.balance_rate:
-            loads = self.map(ops.partial(_keep, overflow), counted) if self.scales_loss else counted
+            loads = counted[: len(self.biases)]
+            loads = self.map(ops.partial(_keep, overflow), loads) if self.scales_loss else loads
             loss = ops.depend(loss, self.map(ops.partial(_balance, self.balance_rate), self.biases, loads))
+        if self.counts_logits:
+            num_summed = self.num_summed - self.num_weights
+            largest = self.map(ops.partial(_largest, self.clip_threshold, self.head_numbers), counted[num_summed:])
+            counted = counted[:num_summed] + largest
         # A stage without experts gets its zeros here: MindSpore would leave out an all-reduce of known numbers.
         zero = self.to_float(self.less(square, 0.0), mstype.float32) * self.ones
         counts = self.add_n((zero, *self.map(_place, self.places, self.count_shares, counted)))
         if self.all_reduce is not None:
             counts = self.all_reduce(counts)
         return self.cleared(ops.depend(loss, counts), accumulated, gradients, overflow), norm, counts
+
+    def clipped(self, counted, updated, overflow):
+        """Clip the weights after an update. Returns a value that depends on both."""
+        largest = counted[self.num_summed - self.num_weights :]
+        return self.qk_clip(largest, updated, overflow) if self.scales_loss else self.qk_clip(largest, updated)
 
     def cleared(self, loss, accumulated, gradients, overflow):
         """The loss, after the sums of microbatches are 0 again."""
@@ -207,8 +241,15 @@ class TrainStep(nn.Cell):
                 part = (*part, x if gradients is None else ops.depend(x, gradients))  # one part after another
             part_loss, part_gradients = self.at_once(*part)
             loss = loss + part_loss
-            gradients = part_gradients if gradients is None else self.map(_add, gradients, part_gradients)
+            gradients = part_gradients if gradients is None else self.combined(gradients, part_gradients)
         return loss, gradients
+
+    def combined(self, gradients, more):
+        """The sums of two parts' gradients and counts; of the largest logits the larger."""
+        if not self.counts_logits:
+            return self.map(_add, gradients, more)
+        summed = self.map(_add, gradients[: self.num_summed], more[: self.num_summed])
+        return summed + self.map(_larger, gradients[self.num_summed :], more[self.num_summed :])
 
 
 class Microbatch(nn.Cell):

@@ -39,7 +39,9 @@ from sporeloom.train.elastic_start import ElasticStart, memory_dir
 from sporeloom.train.flags import DEFAULT_FOLDER, ValidationFlags
 from sporeloom.train.folder import earlier_run, folder_problems, settled
 from sporeloom.train.groups import ParameterGroups, read_groups
+from sporeloom.train.indexer import first_groups, indexer_problems, with_indexer_loss
 from sporeloom.train.loss_scale import FLOAT16_INITIAL
+from sporeloom.train.max_logit_flags import MaxLogitFlags
 from sporeloom.train.prediction import Prediction, job_of_run, read_prediction
 from sporeloom.train.spikes import parse_steps
 from sporeloom.train.token_dropping import random_ltd_problems
@@ -88,7 +90,10 @@ def check(config: TrainingConfig, num_processes: int | None) -> Run:
         problems += adapter_problems(strategy) if lora else []
     if config.certificate and model and strategy:
         problems.of(_check_certificate, config, config.certificate, family, model, strategy, seq_len, lora)
-    groups = problems.of(_groups, config, model, lora) if model and config.parameter_groups else None
+    groups = problems.of(_groups, config, model, lora) if model else None
+    problems += indexer_problems(config, model, groups, lora is not None) if model and model.indexer else []
+    if isinstance(config, MaxLogitFlags) and model and strategy:
+        problems += config.max_logit_problems(model, strategy, groups, lora is not None, random_ltd is not None)
     predicted = config.predicted and model and strategy and sizes
     prediction = problems.of(_prediction, config, model, strategy, sizes, lora) if predicted else None
     problems += _folder_problems(config)
@@ -151,15 +156,17 @@ def _ema_and_certificate(config: TrainingConfig) -> Iterator[str]:
         yield f"--certificate {config.certificate}: it covers runs without --ema-decay; leave either out"
 
 
-def _groups(config: TrainingConfig, model: ModelConfig, lora: LoRAConfig | None) -> ParameterGroups:
-    """The parameter groups of the run.
+def _groups(config: TrainingConfig, model: ModelConfig, lora: LoRAConfig | None) -> ParameterGroups | None:
+    """The parameter groups of the run, if it has any.
 
     Raises:
         ConfigError: they cannot be read, or do not fit what is trained.
     """
-    assert config.parameter_groups
     names = [name for name in (lora.shapes(model) if lora else parameter_shapes(model)) if is_trained(name)]
-    groups = read_groups(config.parameter_groups, names)
+    first = () if lora else first_groups(config, model)
+    if config.parameter_groups is None:
+        return ParameterGroups(first, tuple(names)) if first else None
+    groups = read_groups(config.parameter_groups, names, first)
     problems = []
     if config.optimizer == "sgd":
         problems.append(
@@ -251,7 +258,8 @@ def _model_config(config: TrainingConfig) -> tuple[str, ModelConfig]:
     family, model = config.base_model()
     if config.dropout is not None:
         model = fields_from(ModelConfig, Document("--dropout", {"dropout_rate": config.dropout}), model)
-    return family, with_precision(config.network_config(model), config.compute_dtype, config.attention)
+    model = with_indexer_loss(config, config.network_config(model))
+    return family, with_precision(model, config.compute_dtype, config.attention)
 
 
 def is_sharded(strategy: Strategy) -> bool:

@@ -95,6 +95,16 @@ class ModelFlags:
         "attention implementation: plain, flash, or auto, which is flash on Ascend where head size, type and "
         "dropout allow it (default: from --size)",
     )
+    indexer_loss_coefficient: NotNegative | None = option(
+        None,
+        "coefficient of the KL loss that alone trains the indexer of sparse attention (DSA); 0: the indexer is frozen "
+        "(default: from --size)",
+    )
+    indexer_dense_warmup: bool = option(
+        False,
+        "dense warm-up of the indexer of sparse attention: attend to all tokens, and train the indexer alone by its loss, "
+        "everything else being frozen",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -87,16 +87,16 @@ class ParameterGroups:
         ]
 
 
-def read_groups(path: Path, names: Sequence[str]) -> ParameterGroups:
-    """Read groups of the parameters `names`.
+def read_groups(path: Path, names: Sequence[str], first: Sequence[ParameterGroup] = ()) -> ParameterGroups:
+    """Read groups of the parameters `names`, which come after those in `first`.
 
     Raises:
         ConfigError: the file is wrong, a pattern matches nothing, a group changes nothing, or nothing is left to train.
     """
     document = read_yaml(path)
-    groups = ParameterGroups(tuple(fields_from(GroupsFile, document).parameter_groups), tuple(names))
-    problems = []
-    for number, group in enumerate(groups.groups):
+    given = fields_from(GroupsFile, document).parameter_groups
+    groups, problems = ParameterGroups((*first, *given), tuple(names)), []
+    for number, group in enumerate(given):
         where = document.at(("parameter_groups", number))
         if not any(fnmatchcase(name, group.match) for name in names):
             problems.append(f"{where}: {group.match} matches no trained parameter{did_you_mean(group.match, names)}")

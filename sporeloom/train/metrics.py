@@ -19,6 +19,7 @@ from sporeloom.core.errors import ConfigError
 from sporeloom.core.files import write_text_atomically
 from sporeloom.core.json_text import json_text
 from sporeloom.core.lines import file_lines
+from sporeloom.models.config import ModelConfig
 from sporeloom.models.parts.experts import ExpertConfig
 from sporeloom.train.trackers import Tracker
 
@@ -86,6 +87,36 @@ def expert_metrics(counts: NDArray[np.float32], experts: ExpertConfig) -> dict[s
         "busiest_expert": float((given.max(1) / given.mean(1)).max()),
     }
     return told if experts.router == "hash" else {**told, "router_entropy": float((entropy / tokens).mean())}
+
+
+def layer_metrics(counts: NDArray[np.float32], model: ModelConfig, has_logits: bool = False) -> dict[str, Any]:
+    """Metrics of what layers counted in a step: those with experts, those whose indexer is trained, and with `has_logits` the
+    largest attention logits.
+
+    `indexer_loss`: KL divergence of the attention from the indexer in nats, without its coefficient, mean over the tokens
+    that are trained on and over layers.
+    """
+    indexers = sum(map(model.has_indexer, range(model.num_layers))) if model.trains_indexer else 0
+    logits = 3 * (model.num_layers + model.num_mtp_layers) if has_logits else 0
+    of_experts, of_indexers, of_logits = np.split(counts, [len(counts) - logits - indexers, len(counts) - logits])
+    told: dict[str, Any] = {"indexer_loss": float(of_indexers.mean())} if indexers else {}
+    if logits:
+        told |= _logit_metrics(of_logits.reshape(-1, 3))
+    if not model.experts:
+        return told
+    return expert_metrics(of_experts.reshape(-1, model.experts.num_experts + 2), model.experts) | told
+
+
+def _logit_metrics(counts: NDArray[np.float32]) -> dict[str, Any]:
+    """Metrics of the largest logits of attentions: each its largest, the number of its head, and how many heads QK-clip
+    scales; one of multi-token prediction comes after the layers of the model."""
+    layer = int(counts[:, 0].argmax())
+    return {
+        "max_attention_logit": float(counts[layer, 0]),
+        "max_attention_logit_layer": layer,
+        "max_attention_logit_head": round(float(counts[layer, 1])),
+        "clipped_heads": round(float(counts[:, 2].sum())),
+    }
 
 
 def _lines_up_to(step: int, path: Path) -> list[str]:

@@ -27,6 +27,7 @@ from sporeloom.models.config_file import config_with_file, model_folder
 from sporeloom.models.family import family_module, size_config
 from sporeloom.train.config import TrainingConfig
 from sporeloom.train.flags import ValidationFlags
+from sporeloom.train.max_logit_flags import MaxLogitFlags
 from sporeloom.train.validation_data import check_text, validation_problems
 
 
@@ -78,7 +79,7 @@ class RandomLTDFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(RandomLTDFlags, ValidationFlags, SizeFlags, TrainingConfig):
+class TrainConfig(RandomLTDFlags, MaxLogitFlags, ValidationFlags, SizeFlags, TrainingConfig):
     """The flags of `sporeloom train`."""
 
     task: ClassVar[str] = "pretraining"

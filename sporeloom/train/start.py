@@ -22,6 +22,7 @@ from sporeloom.core.lines import split_lines
 from sporeloom.core.log import milestone
 from sporeloom.data.loader import Prefetcher
 from sporeloom.models.adapters import is_adapter
+from sporeloom.models.cells import ClippedAttention
 from sporeloom.models.parameters import num_parameters
 from sporeloom.nn.decoder import DecoderWithLoss
 from sporeloom.nn.flash import has_flash
@@ -39,13 +40,16 @@ from sporeloom.train.ema import WithAverages
 from sporeloom.train.evaluations import Evaluations
 from sporeloom.train.groups import Scales
 from sporeloom.train.history import History
+from sporeloom.train.indexer import describe_indexer
 from sporeloom.train.loading import leave_undrawn
 from sporeloom.train.loss_scale import LossScale
+from sporeloom.train.max_logit_flags import MaxLogitFlags
 from sporeloom.train.muon import ITERATIONS, Muon
 from sporeloom.train.narrow_states import adamw
 from sporeloom.train.optim import SGD, AdamW
 from sporeloom.train.prediction import MeasuredSteps
 from sporeloom.train.profile import Profile
+from sporeloom.train.qk_clip import QKClip
 from sporeloom.train.run_summary import RunTimes
 from sporeloom.train.samples import Samples
 from sporeloom.train.saving import BEGIN_AS_ZEROS, WEIGHTS
@@ -140,6 +144,8 @@ def start(run: Run) -> Training:
         trained = sum(map(math.prod, run.lora.shapes(run.model).values()))
         what += f", frozen but for {trained:,} of adapters" + (" and head" if run.model.value_head else "")
     training.say(f"{what} on {run.strategy.mesh}")
+    if told := describe_indexer(config, run.model):
+        training.say(told)
     if has_flash(net):
         training.say(f"attention: {_told_of_attention(engine, net)}")
     drops = isinstance(net, DecoderWithLoss) and net.has_router_losses
@@ -251,6 +257,7 @@ def _build_step(run: Run, engine: Engine, task: Task, net: nn.Cell, report: Repo
             max_grad_norm=config.max_grad_norm or None,
             accumulate=config.accumulate,
             loss_scale=run.loss_scale is not None,
+            qk_clip=_qk_clip(run, net),
         )
     if in_parts:
         leave_undrawn(parameter for parameter in step.get_parameters() if parameter.name.startswith(BEGIN_AS_ZEROS))
@@ -266,9 +273,17 @@ def _build_step(run: Run, engine: Engine, task: Task, net: nn.Cell, report: Repo
     )
 
 
+def _qk_clip(run: Run, net: nn.Cell) -> QKClip | None:
+    threshold = run.config.qk_clip_threshold if isinstance(run.config, MaxLogitFlags) else None
+    attentions = [cell for _, cell in net.cells_and_names() if isinstance(cell, ClippedAttention)]
+    return QKClip(threshold, attentions) if threshold else None
+
+
 def _optimizer(run: Run, engine: Engine, net: nn.Cell, report: Report) -> AdamW | SGD | Adafactor | Muon:
     weights = net.trainable_params()
-    scales = run.groups.scales([weight.name.removeprefix(WEIGHTS) for weight in weights]) if run.groups else None
+    scales = None
+    if run.groups and run.config.parameter_groups:
+        scales = run.groups.scales([weight.name.removeprefix(WEIGHTS) for weight in weights])
     if run.config.optimizer == "muon":
         return _muon(run, weights, report, scales)
     if run.config.optimizer == "sgd":
@@ -341,6 +356,7 @@ def optimizer_settings(run: Run) -> dict[str, Any]:
         "weight_decay": config.weight_decay,
         "max_grad_norm": config.max_grad_norm,
         "ema_decay": config.ema_decay,
+        "qk_clip_threshold": config.qk_clip_threshold if isinstance(config, MaxLogitFlags) else None,
         "parameter_groups": run.groups and run.groups.settings(),
         **config.schedule_settings(),
     }

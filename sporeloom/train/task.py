@@ -16,12 +16,14 @@ from numpy.typing import NDArray
 from sporeloom.data.batch import Batch, dropout_keys, mtp_targets
 from sporeloom.data.tokenizer import Tokenizer
 from sporeloom.models.family import family_module
+from sporeloom.nn.latent_attention import attach_dense_warmup
 from sporeloom.nn.lora import attach_adapters
 from sporeloom.nn.token_drop import attach_token_drop
 from sporeloom.parallel.step import TrainStep
 from sporeloom.runtime.engine import Engine
 from sporeloom.train.config import Run
-from sporeloom.train.metrics import expert_metrics
+from sporeloom.train.max_logit_flags import MaxLogitFlags
+from sporeloom.train.metrics import layer_metrics
 from sporeloom.train.samples import Sampler
 from sporeloom.train.validation import HeldOut
 
@@ -56,6 +58,10 @@ class Task(ABC):
             attach_adapters(net.model, run.lora)
         if run.random_ltd:
             attach_token_drop(net.model, run.random_ltd.layers)
+        if isinstance(run.config, MaxLogitFlags) and run.config.counts_max_logits:
+            net.model.attach_max_logits()
+        if run.config.indexer_dense_warmup:
+            attach_dense_warmup(net.model)
         return net
 
     @abstractmethod
@@ -121,11 +127,10 @@ class Task(ABC):
 
     def metrics(self, step: int, counts: NDArray[np.float32] | None) -> dict[str, Any]:
         """Metrics of `step`, counted from 0, besides loss, norm and speed; `counts`: what the network counted,
-        here its experts."""
-        if counts is None:
-            return {}
-        experts = self.run.model.mixture
-        return expert_metrics(counts.reshape(-1, experts.num_experts + 2), experts)
+        here its layers."""
+        config = self.run.config
+        has_logits = isinstance(config, MaxLogitFlags) and config.counts_max_logits
+        return {} if counts is None else layer_metrics(counts, self.run.model, has_logits)
 
     def beside(self) -> dict[str, tuple[int, ...]]:
         """Weights that are trained but do not belong to the model: name -> shape."""

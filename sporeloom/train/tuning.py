@@ -24,6 +24,7 @@ from sporeloom.models.adapters import LoRAConfig
 from sporeloom.models.config import ModelConfig
 from sporeloom.train.config import Run, TrainingConfig
 from sporeloom.train.flags import Optimizer, ValidationFlags
+from sporeloom.train.max_logit_flags import MaxLogitFlags
 from sporeloom.train.validation_data import validation_problems
 
 
@@ -140,7 +141,7 @@ class ValidatedConfig(ValidationFlags, TuningConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFTConfig(ValidatedConfig):
+class SFTConfig(MaxLogitFlags, ValidatedConfig):
     """Supervised fine-tuning: `sporeloom sft`."""
 
     heading: ClassVar[str] = "training targets"

@@ -12,6 +12,7 @@ import numpy as np
 from sporeloom.certification.training import decoder_batches, train_decoder, train_steps
 from sporeloom.checkpoint.contents import is_orthogonalized
 from sporeloom.data.random_ltd import draw_kept
+from sporeloom.models.cells import ClippedAttention
 from sporeloom.models.family import family_module, size_config
 from sporeloom.nn.token_drop import attach_token_drop
 from sporeloom.parallel.parallelize import parallelize, wrap
@@ -23,12 +24,17 @@ from sporeloom.strategy.loader import load_strategy
 from sporeloom.strategy.mesh import Mesh
 from sporeloom.train.adafactor import Adafactor
 from sporeloom.train.muon import Muon
+from sporeloom.train.optim import AdamW
+from sporeloom.train.qk_clip import QKClip
 
 BATCH = 8
+QK_CLIP_THRESHOLD = 0.3
 INDEXER = {"layers": (0,), "top_k": 6, "num_heads": 2, "head_dim": 16}
 STREAMS = {"num_streams": 4, "rounds": 4, "norm_layers": (1,)}
 """Each of 20 rounds would be compiled; the values of all are those of the reference (tests/unit/test_openpangu_2.py)."""
 OPENPANGU_2 = {"windows": (0, 5, 0, 5, 7), "indexer": INDEXER, "streams": STREAMS}
+TRAINED_INDEXER = {"layers": (0, 1), "top_k": 6, "num_heads": 2, "head_dim": 16, "loss_coefficient": 100.0}
+"""Its gradients then are about as large as others: the scores of initial weights differ little."""
 SMALL = {"vocab_size": 128, "hidden_size": 64, "seq_len": 32}
 EXPERTS = {
     "num_experts": 4,
@@ -81,6 +87,8 @@ MODELS = {
     "latent": ("pangu", "ultra_moe_tiny", {"experts": None}),
     "two": ("pangu", "2_tiny", {"experts": None, **OPENPANGU_2}),
     "two_moe": ("pangu", "2_tiny", {"experts": SIGMOID, **OPENPANGU_2}),
+    "latent_indexer": ("pangu", "ultra_moe_tiny", {"experts": None, "indexer": TRAINED_INDEXER}),
+    "two_moe_indexer": ("pangu", "2_tiny", {"experts": SIGMOID, **OPENPANGU_2, "indexer": TRAINED_INDEXER}),
     "latent_moe": ("pangu", "ultra_moe_tiny", {"experts": GROUPS}),
     "sigma": ("pangu", "tiny", {"experts": SIGMA}),
 }
@@ -163,37 +171,58 @@ def train_dropping(family, config, strategy, out):
 
 
 def train_optimizer(path: str, options: list[str], out: str) -> None:
-    """Five steps of Adafactor, or with the option `muon` of Muon, with `narrow` and bfloat16 states. Writes OUT.json (losses)
-    and OUT.npz (weights)."""
+    """Five steps of Adafactor, or with the option `muon` of Muon, with `narrow` and bfloat16 states; `adamw`: of AdamW. With
+    `qk_clip` heads are clipped, of which initial weights are large. Writes OUT.json (losses; then also what was counted) and
+    OUT.npz (weights)."""
     strategy = SINGLE_DEVICE if path == "one_device" else load_strategy(path)
     family, size, changes = MODELS[next(option for option in options if option in MODELS)]
     config = dataclasses.replace(size_config(family, size), num_layers=2, **SMALL, **changes)
     if strategy.mesh.pp > 1:
         strategy = dataclasses.replace(strategy, pipeline=Pipeline(num_microbatches=2))
+    accumulate, clips = 2 if "accumulate" in options else 1, "qk_clip" in options
     engine = Engine.start(strategy)
     ms.set_seed(3)
     net = family_module(family, "model").ModelWithLoss(config)
+    if clips:
+        net.model.attach_max_logits()
+    for parameter in net.get_parameters() if clips else ():
+        if any(
+            part in parameter.name for part in (".query.weight", ".query_up.weight", ".key.weight", ".kv_up.weight")
+        ):
+            parameter.set_data(ms.Tensor(parameter.asnumpy() * np.float32(6)))
     report = parallelize(net, strategy)
-    weights = net.trainable_params()
+    weights, own = net.trainable_params(), {parameter.name for parameter in net.get_parameters()}
     shares, all_reduce = report.norm_shares([weight.name for weight in weights], engine.rank), engine.all_reduce()
     if "muon" in options:
         states = "bfloat16" if "narrow" in options else "float32"
         # rounding must not decide a sign
         optimizer = Muon(weights, is_orthogonalized, adam_epsilon=1e-3, state_dtype=states)
+    elif "adamw" in options:
+        optimizer = AdamW(weights, epsilon=1e-3, bias_correction=True)
     else:
         optimizer = Adafactor(weights, shares, all_reduce, "factored" in options, weight_decay=1.0)
-    step = TrainStep(wrap(net, strategy), optimizer, report, engine.rank, all_reduce).set_train()
+    attentions = [cell for _, cell in net.cells_and_names() if isinstance(cell, ClippedAttention)]
+    step = TrainStep(
+        wrap(net, strategy, accumulate),
+        optimizer,
+        report,
+        engine.rank,
+        all_reduce,
+        accumulate=accumulate,
+        qk_clip=QKClip(QK_CLIP_THRESHOLD, attentions) if clips else None,
+    ).set_train()
     engine.prepare(step, *next(decoder_batches(config, BATCH)))
-    losses = []
+    losses, counts = [], []
     for number, batch in enumerate(decoder_batches(config, BATCH), 1):
-        optimizer.prepare(number, 0.01 if "muon" in options else 0.03)
-        losses.append(float(engine.run(step, *batch)[0].asnumpy().reshape(())))
-    own = {parameter.name for parameter in net.get_parameters()}
+        optimizer.prepare(number, 0.003 if clips else 0.01 if "muon" in options else 0.03)
+        loss, _, *counted = engine.run(step, *batch)
+        losses.append(float(loss.asnumpy().reshape(())))
+        counts += [array.asnumpy().tolist() for array in counted]
     tensors = gather_whole(step, engine, report, Path(f"{out}.parts"), own.__contains__)
     if tensors is not None:
         np.savez(f"{out}.npz", **tensors)
     if engine.is_log_rank:
-        Path(f"{out}.json").write_text(json.dumps(losses))
+        Path(f"{out}.json").write_text(json.dumps({"losses": losses, "counts": counts} if clips else losses))
     engine.close()
 
 

@@ -75,6 +75,9 @@ class RecordedExchange:
         label = self.recorder.label(ON_HOST) if self.platform.on_cpus else label
         return Storage(self.recorder, self.recorder.allocate(size, label))
 
+    def larger(self, total: Any, value: Any) -> Any:
+        return self.add(total, value)
+
     def sum_of(self, total: Any) -> Any:
         return self.add(None, total) if self.platform.on_cpus else total
 

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sporeloom.core.errors import ConfigError
-from sporeloom.core.numbers import Count, Natural, Positive, number_problems
+from sporeloom.core.numbers import Count, Natural, NotNegative, Positive, number_problems
 from sporeloom.models.parts.spec import ONES, QKV, ParameterSpec, Specs, linear
 
 if TYPE_CHECKING:
     from sporeloom.models.config import ModelConfig
+
+PATTERN = "*.attention.indexer.*"
+"""Pattern of the names of its parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +31,9 @@ class IndexerConfig:
     head_dim: Count
     norm_epsilon: Positive = 1e-6
     """Epsilon of the norm of its keys."""
+    loss_coefficient: NotNegative = 0.0
+    """Coefficient of the KL loss that alone trains the indexer: of the attention's distribution over tokens, summed over
+    heads, and the softmax of the indexer's scores. 0: the indexer is frozen."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))

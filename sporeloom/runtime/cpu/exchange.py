@@ -57,6 +57,10 @@ class TransportExchange:
         array: Array = value.asnumpy()
         return array.copy() if total is None else total + array
 
+    def larger(self, total: Array | None, value: Tensor) -> Array:
+        array: Array = value.asnumpy()
+        return array.copy() if total is None else np.maximum(total, array)
+
     def sum_of(self, total: Array) -> Tensor:
         return Tensor(total)
 

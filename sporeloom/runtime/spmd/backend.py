@@ -162,6 +162,7 @@ class SpmdBackend(ProgramBackend):
         """
         microbatch, parts = microbatch_of(step, described, num_microbatches, self.strategy)
         programs, cut = self._stages(microbatch, parts, is_training=True)
+        programs.maxima = range(1 + step.num_summed, 1 + len(step.trained))  # after the loss
         sharded = cut.sharded
         made, updated = self._with_update(programs, step, cut, num_microbatches)
         passes = programs.cut.passes

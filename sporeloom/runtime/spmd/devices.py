@@ -105,6 +105,9 @@ class DeviceExchange:
     def add(self, total: Tensor | None, value: Tensor) -> Tensor:
         return value if total is None else ops.add(total, value)
 
+    def larger(self, total: Tensor | None, value: Tensor) -> Tensor:
+        return value if total is None else ops.maximum(total, value)
+
     def sum_of(self, total: Tensor) -> Tensor:
         return total
 

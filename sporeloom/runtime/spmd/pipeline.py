@@ -63,6 +63,10 @@ class Exchange(Protocol):
         """Add a result to a sum; `total`: None, or the value that this method returned before."""
         ...
 
+    def larger(self, total: Any, value: Tensor) -> Any:
+        """The larger of each entry of two results; as `add`."""
+        ...
+
     def sum_of(self, total: Any) -> Tensor: ...
 
     def join(self, values: Sequence[Tensor], dim: int) -> Tensor:
@@ -97,6 +101,8 @@ class StagePrograms:
     ):
         self.strategy, self.cut, self.programs, self.types = strategy, cut, programs, types
         self.exchange, self.name, self.keep_each = exchange, name, keep_each
+        self.maxima: Collection[int] = ()
+        """Indices of results of which the largest over microbatches is kept."""
         self.stage = strategy.mesh.coordinate(exchange.rank, "pp")
         mine = [one for one in cut.passes if self.stage_of(one) == self.stage]
         self._uses = Counter(value for one in mine for value in cut.passes[one].taken if value not in cut.kept)
@@ -178,6 +184,8 @@ class StagePrograms:
             for position in self._results.get(name, ()):
                 if position in self.keep_each:
                     results.setdefault(position, {})[microbatch] = value
+                elif position in self.maxima:
+                    results[position] = self.exchange.larger(results.get(position), value)
                 else:
                     results[position] = self.exchange.add(results.get(position), value)
 

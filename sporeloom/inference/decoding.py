@@ -162,7 +162,8 @@ class CacheDecoder(Rows):
     ):
         super().__init__(engine, net, config, num_rows)
         self.slot_table = SlotTable(num_rows, config.kv_heads, num_slots, engine.strategy.mesh)
-        self.cache_bytes = cache_bytes(config, num_rows, num_slots, net.kv_cache)
+        held = config if net.drafts else config.without_mtp()
+        self.cache_bytes = cache_bytes(held, num_rows, num_slots, net.kv_cache)
         self.chunk = min(chunk, config.seq_len)
         self._memory = SlotMemory(engine, net)
         self.hidden = HiddenStates(net).set_train(False) if pooling else None

@@ -54,6 +54,7 @@ def build_model(
     kv_cache: CacheName = "auto",
     gives_states: bool = False,
     takes_kernels: bool = True,
+    drafts: bool = False,
 ) -> nn.Cell:
     """The family's model, parallelized, its weights not materialised; not training.
 
@@ -61,7 +62,7 @@ def build_model(
     with whose parameters it computes, whatever becomes of them; `lora`: that model's adapters. `ranks`: of several adapters
     that tokens choose from (see `ranks_of_several`). `lends_rows`: a place in the batch may compute for any
     row of the caches. `kv_cache`: number type of these. `gives_states`: `HiddenStates` can be wrapped around it.
-    `takes_kernels`: on a CPU alone compiled kernels replace operators.
+    `takes_kernels`: on a CPU alone compiled kernels replace operators. `drafts`: layers of multi-token prediction have caches.
     """
     with no_init_parameters():
         net: nn.Cell = family_module(family, "model").Model(config)
@@ -76,7 +77,7 @@ def build_model(
         if weights_of:
             share_parameters(net, weights_of)
         if caches:
-            net.attach_caches(*caches, is_int8=kv_cache == "int8")
+            net.attach_caches(*caches, is_int8=kv_cache == "int8", drafts=drafts)
             for _, cell in net.cells_and_names():
                 if isinstance(cell, KeyCache):
                     cell.picks_rows = lends_rows
@@ -106,9 +107,11 @@ def load_model(
     lends_rows: bool = False,
     kv_cache: CacheName = "auto",
     gives_states: bool = False,
+    drafts: bool = False,
 ) -> nn.Cell:
     """`build_model` with the folder's weights, and with adapters that tokens choose from. Of several CPU processes
     each reads what it holds when the first graph is compiled. `weights`: name of the format in which matrices are held.
+    Layers of multi-token prediction are there only for `drafts`.
 
     Raises:
         ConfigError: the weights are missing, damaged, not finite, or not this model's; matrices or their shards that the
@@ -118,13 +121,15 @@ def load_model(
     if problem := stored.damage(slice(None)):
         raise ConfigError(problem)
     check_shapes(stored.shapes, parameter_shapes(config), str(folder / WEIGHTS))
+    config = config if drafts else config.without_mtp()
     held = held_format(weights, stored.packed, folder)
     if problems := format_problems(held, config, strategy.mesh.tp):
         raise ConfigError(f"{folder}: --weights {weights}: {problem}" for problem in problems)
     if problems := cache_problems(kv_cache, config):
         raise ConfigError(f"{folder}: {problem}" for problem in problems)
     ranks = ranks_of_several(adapters)
-    net = build_model(family, config, strategy, caches, held, None, None, ranks, lends_rows, kv_cache, gives_states)
+    of = family, config, strategy, caches, held, None, None, ranks, lends_rows, kv_cache, gives_states
+    net = build_model(*of, drafts=drafts)
     exact = _fitting(stored.read, config, folder)
     read_int4 = stored.read_int4 if held is stored.packed else None
     read = quantized_weights(net, exact, held, read_int4) if held.bits < 32 else exact

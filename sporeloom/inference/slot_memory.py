@@ -20,10 +20,13 @@ class SlotMemory:
     """Keys and values of the rows that this rank holds: (rows, heads, slots, width) in each cache.
 
     On a CPU a parameter's array is the memory that graphs compute with; elsewhere it is copied.
+
+    Args:
+        within: first part of the names of the caches; empty: all caches.
     """
 
-    def __init__(self, engine: Engine, net: nn.Cell):
-        self._engine, self._net = engine, net
+    def __init__(self, engine: Engine, net: nn.Cell, within: str = ""):
+        self._engine, self._net, self._within = engine, net, within
         self._on_cpu = engine.target == "CPU"
 
     def held(self, row: int) -> list[tuple[Parameter, int]]:
@@ -35,7 +38,7 @@ class SlotMemory:
         """The caches of which this rank holds a part, and its rows; known once a graph is compiled."""
         found = []
         for parameter in self._net.get_parameters():
-            if CACHE in parameter.name:
+            if CACHE in parameter.name and parameter.name.startswith(self._within):
                 shape = self._net.parallel_report.of(parameter.name).global_shape
                 if held := self._engine.held_slice(parameter.name, shape):
                     # Where no kernel computes in its own type, programs have another.

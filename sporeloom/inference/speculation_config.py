@@ -25,10 +25,11 @@ class SpeculationFlags:
 
     heading: ClassVar[str] = "speculative decoding"
 
-    speculate: Literal["off", "ngram", "model"] = option(
+    speculate: Literal["off", "ngram", "model", "mtp"] = option(
         "off",
         "draft tokens that one step verifies, which changes no answer; ngram: what followed the last tokens where they "
-        "stand before, in the prompt or the answer; model: what --draft-model would say",
+        "stand before, in the prompt or the answer; model: what --draft-model would say; mtp: what the model's own layers of "
+        "multi-token prediction say",
     )
     draft_model: Path | None = option(
         None, "checkpoint folder of a smaller model with the same tokenizer, for --speculate model (default: none)"
@@ -39,6 +40,11 @@ class SpeculationFlags:
     def num_drafts(self) -> int:
         """Maximum number of drafted tokens of a row; 0: none are."""
         return 0 if self.speculate == "off" else self.num_speculative_tokens
+
+    @property
+    def has_mtp(self) -> bool:
+        """Whether layers of multi-token prediction draft."""
+        return self.speculate == "mtp"
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,11 @@ def speculation_problems(
     if flags.speculate != "model" and flags.draft_model is not None:
         problems.append(
             f"--draft-model {flags.draft_model} is for --speculate model, got {flags.speculate}; give both or none"
+        )
+    if flags.has_mtp and model and not model.num_mtp_layers:
+        problems.append(
+            "--speculate mtp: this model has no layers of multi-token prediction (num_mtp_layers 0); use --speculate ngram, or "
+            "model with a --draft-model"
         )
     if flags.speculate == "model" and strategy and strategy.mesh.size > 1 and strategy.engine == "mindspore":
         problems.append(

@@ -80,9 +80,9 @@ def cache_problems(name: CacheName, config: ModelConfig) -> list[str]:
     return ["--kv-cache int8 is for attention with keys and values of heads; this model caches latents: leave it out"]
 
 
-def cache_bytes(config: ModelConfig, num_rows: int, num_slots: int, name: CacheName = "auto") -> int:
+def cache_bytes(config: ModelConfig, num_rows: int, num_slots: int, name: CacheName = "auto", num_drafts: int = 0) -> int:
     """Bytes of the keys and values of all layers, on all devices together, those of multi-token prediction and the states
-    that these read among them; and of what convolutions and sparse attention keep. `name`: the number type of --kv-cache."""
+    that these read among them; and of what convolutions and sparse attention keep, where up to `num_drafts` tokens can be taken back. `name`: the number type of --kv-cache."""
     itemsize = {"float32": 4, "float16": 2, "bfloat16": 2}[config.compute_dtype]
     num_layers, states = config.num_layers + config.num_mtp_layers, config.num_mtp_layers * config.hidden_size
     if name == "int8":
@@ -94,5 +94,5 @@ def cache_bytes(config: ModelConfig, num_rows: int, num_slots: int, name: CacheN
     if config.latent and config.latent.conv_width:
         latent = config.latent
         channels = (latent.query_width or 0) + latent.kv_width + config.num_heads * latent.value_dim
-        entries += num_layers * (latent.conv_width - 1) * channels
+        entries += num_layers * (latent.conv_width + num_drafts + 1) * channels
     return num_rows * entries * itemsize

@@ -50,7 +50,7 @@ def build_model(
     weights_of: nn.Cell | None = None,
     lora: LoRAConfig | None = None,
     ranks: Mapping[str, Sequence[int]] | None = None,
-    lends_rows: bool = False,
+    num_drafts: int = 0,
     kv_cache: CacheName = "auto",
     gives_states: bool = False,
     takes_kernels: bool = True,
@@ -60,8 +60,8 @@ def build_model(
 
     `caches`: rows and slots of KV caches to attach. `weights`: how matrices are held. `weights_of`: such a model
     with whose parameters it computes, whatever becomes of them; `lora`: that model's adapters. `ranks`: of several adapters
-    that tokens choose from (see `ranks_of_several`). `lends_rows`: a place in the batch may compute for any
-    row of the caches. `kv_cache`: number type of these. `gives_states`: `HiddenStates` can be wrapped around it.
+    that tokens choose from (see `ranks_of_several`). `num_drafts`: maximum number of drafted tokens of a row,
+    for which other places in the batch compute. `kv_cache`: number type of these. `gives_states`: `HiddenStates` can be wrapped around it.
     `takes_kernels`: on a CPU alone compiled kernels replace operators. `drafts`: layers of multi-token prediction have caches.
     """
     with no_init_parameters():
@@ -77,10 +77,10 @@ def build_model(
         if weights_of:
             share_parameters(net, weights_of)
         if caches:
-            net.attach_caches(*caches, is_int8=kv_cache == "int8", drafts=drafts)
+            net.attach_caches(*caches, kv_cache == "int8", num_drafts, drafts)
             for _, cell in net.cells_and_names():
                 if isinstance(cell, KeyCache):
-                    cell.picks_rows = lends_rows
+                    cell.picks_rows = num_drafts > 0
     parallelize(net, strategy, whole=False)
     net.num_kernels, net.has_several_adapters, net.rows_are_alone = 0, bool(ranks), False
     if (
@@ -92,7 +92,7 @@ def build_model(
     ):
         net.num_kernels = use_kernels(net, library)
         net.rows_are_alone = config.experts is None and rows_are_alone(net)
-    net.lends_rows, net.kv_cache = lends_rows, kv_cache
+    net.num_drafts, net.kv_cache = num_drafts, kv_cache
     return net.set_train(False)
 
 
@@ -104,7 +104,7 @@ def load_model(
     caches: tuple[int, int] | None = None,
     weights: WeightName = "float32",
     adapters: Sequence[Adapter] = (),
-    lends_rows: bool = False,
+    num_drafts: int = 0,
     kv_cache: CacheName = "auto",
     gives_states: bool = False,
     drafts: bool = False,
@@ -128,7 +128,7 @@ def load_model(
     if problems := cache_problems(kv_cache, config):
         raise ConfigError(f"{folder}: {problem}" for problem in problems)
     ranks = ranks_of_several(adapters)
-    of = family, config, strategy, caches, held, None, None, ranks, lends_rows, kv_cache, gives_states
+    of = family, config, strategy, caches, held, None, None, ranks, num_drafts, kv_cache, gives_states
     net = build_model(*of, drafts=drafts)
     exact = _fitting(stored.read, config, folder)
     read_int4 = stored.read_int4 if held is stored.packed else None

@@ -16,6 +16,10 @@ from sporeloom.runtime.engine import Engine
 from sporeloom.runtime.spmd.program import storage
 
 
+CONVOLUTION = "_conv.cache."
+"""Part of the names of caches of convolutions."""
+
+
 class SlotMemory:
     """Keys and values of the rows that this rank holds: (rows, heads, slots, width) in each cache.
 
@@ -48,12 +52,21 @@ class SlotMemory:
     def clear(self, row: int, start: int) -> None:
         """Overwrite slots of a row from `start` on with zeros."""
         for parameter, place in self.held(row):
+            slots = self._slots_from(parameter, start)
             if self._on_cpu:
-                parameter.asnumpy()[place, :, start:] = 0
+                parameter.asnumpy()[place, :, slots] = 0
             else:
                 values = parameter.asnumpy().copy()
-                values[place, :, start:] = 0
+                values[place, :, slots] = 0
                 parameter.set_data(Tensor(values, dtype=parameter.dtype), slice_shape=parameter.sliced)
+
+    def _slots_from(self, parameter: Parameter, start: int) -> NDArray[np.int64]:
+        """Slots of a cache from `start` on; of a convolution the cells without the tokens that it still reads."""
+        count = parameter.shape[2]
+        if CONVOLUTION not in parameter.name:
+            return np.arange(start, count)
+        read = range(max(0, start + 1 - self._net.config.latent.conv_width), start)
+        return np.asarray([cell for cell in range(count) if cell not in {slot % (count - 1) for slot in read}], np.int64)
 
     def read(self, row: int, start: int, stop: int) -> list[NDArray[Any]]:
         """Copy slots of a row."""

@@ -73,8 +73,6 @@ def speculation_problems(
 ) -> list[str]:
     """List the reasons why a model's tokens cannot be drafted so."""
     problems = []
-    if flags.num_drafts and model and model.has_convolutions:
-        problems.append(f"--speculate {flags.speculate}: this model's {_NO_WAY_BACK}; leave it out")
     if flags.speculate == "model" and flags.draft_model is None:
         problems.append("--speculate model needs a model that drafts; name its checkpoint folder with --draft-model")
     if flags.speculate != "model" and flags.draft_model is not None:
@@ -92,9 +90,6 @@ def speculation_problems(
             "does not allow; remove the line"
         )
     return problems
-
-
-_NO_WAY_BACK = "convolutions keep the state after the last token only, so that a drafted token cannot be taken back"
 
 
 def read_draft(
@@ -130,7 +125,7 @@ def read_draft(
 def _differences(folder: Path, family: str, draft: ModelConfig, model: ModelConfig, tokenizer: Path) -> Iterator[str]:
     """The reasons why a draft model's tokens are not those of a model."""
     if draft.has_convolutions:
-        yield f"its {_NO_WAY_BACK}; choose another draft model"
+        yield "its convolutions keep the states of its last tokens only, so that drafts cannot be taken back; choose another one"
     if draft.vocab_size != model.vocab_size:
         yield (
             f"its vocabulary has {draft.vocab_size} tokens, the model's {model.vocab_size}; choose a draft model with the "

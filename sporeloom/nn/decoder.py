@@ -46,8 +46,8 @@ class Decoder(nn.Cell, TyingCell):
     """Whether each token may have an adapter of its own."""
     rows_are_alone = False
     """Whether what a row gets is the same to the bit however many rows there are."""
-    lends_rows = False
-    """Whether rows of the caches may be read for others that begin alike."""
+    num_drafts = 0
+    """Maximum number of drafted tokens of a row, for which other places in the batch compute; 0: none do."""
     drafts = False
     """Whether layers of multi-token prediction draft tokens, with caches of their own (`DraftStep`)."""
     kv_cache = "auto"
@@ -111,10 +111,12 @@ class Decoder(nn.Cell, TyingCell):
         if value != self._compile_phase:
             nn.Cell.compile_phase.fset(self, value)
 
-    def attach_caches(self, num_rows: int, capacity: int, is_int8: bool = False, drafts: bool = False) -> None:
+    def attach_caches(
+        self, num_rows: int, capacity: int, is_int8: bool = False, num_drafts: int = 0, drafts: bool = False
+    ) -> None:
         """Let attention keep the keys and values of `capacity` tokens for each of `num_rows` rows, in place of any
-        before; `is_int8`: in int8, for attention with keys and values of its own; `drafts`: in the layers of multi-token
-        prediction, too, which keep the states that they read."""
+        before; `is_int8`: in int8, for attention with keys and values of its own; `num_drafts`: maximum number of tokens
+        that are taken back; `drafts`: in the layers of multi-token prediction, too, which keep the states that they read."""
         scaling = self.config.rope_scaling
         if scaling and scaling.kind == "dynamic":
             if min(capacity - 1, self.config.seq_len) > scaling.original:
@@ -129,12 +131,15 @@ class Decoder(nn.Cell, TyingCell):
             windows = [mask.window for mask in self.window_masks]
             self.window_masks = nn.CellList([SlotMask(capacity, self.num_sinks, window) for window in windows])
         if self.has_conv:
-            self.conv_places = ConvPlaces(self.first_inside + 1, capacity)
+            self.conv_places = ConvPlaces(self.first_inside + 1, capacity, self.first_inside + 1 + num_drafts)
         for name, cell in self.cells_and_names():
             if not isinstance(cell, Attention | LatentAttention | Indexer | CausalConv):
                 continue
             if drafts or not name.startswith(PREFIX):
-                cell.attach_cache(num_rows, capacity, *([True] if is_int8 else []))
+                if isinstance(cell, CausalConv):
+                    cell.attach_cache(num_rows, num_drafts)
+                else:
+                    cell.attach_cache(num_rows, capacity, *([True] if is_int8 else []))
                 cell.cache.update_parameters_name(f"{name}.cache.")
         self.drafts = drafts
         for depth, layer in enumerate(self.mtp if drafts else ()):

@@ -175,13 +175,12 @@ class Service:
         self.engine.backend.on_lost_rank(self._lost)
         shape = (job.num_rows, num_slots_for(job.max_model_len))
         self._say("loading the weights")
-        lends, adapters = config.num_drafts > 0, job.adapter_slots
-        pooling = config.embeddings
+        adapters, pooling, num_drafts = job.adapter_slots, config.embeddings, config.num_drafts
         of = config.checkpoint, job.family, job.model, job.strategy
-        net = load_model(*of, shape, config.weights, adapters, lends, config.kv_cache, pooling is not None, config.has_mtp)
+        net = load_model(*of, shape, config.weights, adapters, num_drafts, config.kv_cache, pooling is not None, config.has_mtp)
         self._adapter_memory = AdapterMemory(self.engine, net, ranks_of_several(adapters))
         chunk = config.prefill_chunk or (MIXED_CHUNK if takes(net, job.num_rows) else CHUNK)
-        decoding = cached(self.engine, net, job.model, *shape, chunk, config.num_drafts, pooling)
+        decoding = cached(self.engine, net, job.model, *shape, chunk, num_drafts, pooling)
         steps = list(decoding.shapes())
         for done, (what, compile_step) in enumerate(steps, 1):
             self._say(f"compiling {done} of {len(steps)}: {what}")

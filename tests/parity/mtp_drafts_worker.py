@@ -57,7 +57,7 @@ def opened(checkpoint, strategy, num_tokens, weights="float32"):
     flags = SpeculationFlags(speculate="mtp" if num_tokens else "off", num_speculative_tokens=num_tokens or 1)
     shape, has_drafts = (ROWS, SLOTS), num_tokens > 0
     net = load_model(
-        Path(checkpoint), family, config, engine.strategy, shape, weights, lends_rows=has_drafts, drafts=has_drafts
+        Path(checkpoint), family, config, engine.strategy, shape, weights, num_drafts=num_tokens, drafts=has_drafts
     )
     decoding = cached(engine, net, config, *shape, CHUNK, num_tokens)
     return engine, config, decoding, open_speculation(flags, None, engine, decoding)

@@ -80,9 +80,16 @@ def cache_problems(name: CacheName, config: ModelConfig) -> list[str]:
     return ["--kv-cache int8 is for attention with keys and values of heads; this model caches latents: leave it out"]
 
 
-def cache_bytes(config: ModelConfig, num_rows: int, num_slots: int, name: CacheName = "auto", num_drafts: int = 0) -> int:
+def cache_bytes(
+    config: ModelConfig, num_rows: int, num_slots: int, name: CacheName = "auto", num_drafts: int = 0
+) -> int:
     """Bytes of the keys and values of all layers, on all devices together, those of multi-token prediction and the states
-    that these read among them; and of what convolutions and sparse attention keep, where up to `num_drafts` tokens can be taken back. `name`: the number type of --kv-cache."""
+    that these read among them; and of what convolutions and sparse attention keep.
+
+    Args:
+        name: the number type of --kv-cache.
+        num_drafts: maximum number of drafted tokens of a row.
+    """
     itemsize = {"float32": 4, "float16": 2, "bfloat16": 2}[config.compute_dtype]
     num_layers, states = config.num_layers + config.num_mtp_layers, config.num_mtp_layers * config.hidden_size
     if name == "int8":

@@ -27,6 +27,7 @@ from sporeloom.models.adapters import LoRAConfig
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import family_module
 from sporeloom.models.parameters import parameter_shapes
+from sporeloom.models.parts.multi_token_prediction import PREFIX
 from sporeloom.models.weight_formats import FLOAT32, WeightFormat, WeightName, format_problems, held_format
 from sporeloom.nn.cache import KeyCache
 from sporeloom.nn.lora import attach_adapters
@@ -60,9 +61,10 @@ def build_model(
 
     `caches`: rows and slots of KV caches to attach. `weights`: how matrices are held. `weights_of`: such a model
     with whose parameters it computes, whatever becomes of them; `lora`: that model's adapters. `ranks`: of several adapters
-    that tokens choose from (see `ranks_of_several`). `num_drafts`: maximum number of drafted tokens of a row,
-    for which other places in the batch compute. `kv_cache`: number type of these. `gives_states`: `HiddenStates` can be wrapped around it.
-    `takes_kernels`: on a CPU alone compiled kernels replace operators. `drafts`: layers of multi-token prediction have caches.
+    that tokens choose from (see `ranks_of_several`). `num_drafts`: maximum number of drafted tokens of a row, for which
+    other places in the batch compute. `kv_cache`: number type of the caches. `gives_states`: `HiddenStates` can be wrapped
+    around it. `takes_kernels`: on a CPU alone compiled kernels replace operators. `drafts`: layers of multi-token prediction
+    have caches.
     """
     with no_init_parameters():
         net: nn.Cell = family_module(family, "model").Model(config)
@@ -120,7 +122,10 @@ def load_model(
     stored = open_weights(folder)
     if problem := stored.damage(slice(None)):
         raise ConfigError(problem)
-    check_shapes(stored.shapes, parameter_shapes(config), str(folder / WEIGHTS))
+    has_mtp = any(name.startswith(PREFIX) for name in stored.shapes)
+    if drafts and not has_mtp:
+        raise ConfigError(f"{folder}: no parameters of multi-token prediction ({PREFIX}*); leave out --speculate mtp")
+    check_shapes(stored.shapes, parameter_shapes(config if has_mtp else config.without_mtp()), str(folder / WEIGHTS))
     config = config if drafts else config.without_mtp()
     held = held_format(weights, stored.packed, folder)
     if problems := format_problems(held, config, strategy.mesh.tp):

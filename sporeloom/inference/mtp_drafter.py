@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafts by the model's own layers of multi-token prediction.
 
-For the tokens t[0] to t[n], of which the model has read all but the last, depth d computes at each position i up to n - 1 from
-the state of the depth before, or of the model, and the token t[i + d + 1] the logits of t[i + d + 2]. So each depth drafts a
-token, the one after that of the depth before, and the numbers are those of training.
+For the tokens t[0] to t[n], of which the model has read all but the last, depth d computes at each position i up to n - 1
+from the state of the depth before, or of the model, and the token t[i + d + 1] the logits of t[i + d + 2]. So each depth
+drafts a token, the one after that of the depth before, and the numbers are those of training.
 
-Further tokens are drafted by the last depth again, one position on each, from its own state at the position before in place of
-the state of the depth before. Source: arXiv:2401.15077 (EAGLE, section 4.1), as vLLM and SGLang do with the one layer of
+Further tokens are drafted by the last depth again, one position on each, from its own state at the position before in place
+of the state of the depth before. Source: arXiv:2401.15077 (EAGLE, section 4.1), as vLLM and SGLang do with the one layer of
 DeepSeek-V3.
 """
 

@@ -15,7 +15,6 @@ from sporeloom.inference.model import CACHE
 from sporeloom.runtime.engine import Engine
 from sporeloom.runtime.spmd.program import storage
 
-
 CONVOLUTION = "_conv.cache."
 """Part of the names of caches of convolutions."""
 
@@ -66,7 +65,9 @@ class SlotMemory:
         if CONVOLUTION not in parameter.name:
             return np.arange(start, count)
         read = range(max(0, start + 1 - self._net.config.latent.conv_width), start)
-        return np.asarray([cell for cell in range(count) if cell not in {slot % (count - 1) for slot in read}], np.int64)
+        return np.asarray(
+            [cell for cell in range(count) if cell not in {slot % (count - 1) for slot in read}], np.int64
+        )
 
     def read(self, row: int, start: int, stop: int) -> list[NDArray[Any]]:
         """Copy slots of a row."""

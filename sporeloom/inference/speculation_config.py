@@ -81,13 +81,14 @@ def speculation_problems(
         )
     if flags.has_mtp and model and not model.num_mtp_layers:
         problems.append(
-            "--speculate mtp: this model has no layers of multi-token prediction (num_mtp_layers 0); use --speculate ngram, or "
-            "model with a --draft-model"
+            "--speculate mtp: this model has no layers of multi-token prediction (num_mtp_layers 0); use --speculate ngram, "
+            "or model with a --draft-model"
         )
-    if flags.speculate == "model" and strategy and strategy.mesh.size > 1 and strategy.engine == "mindspore":
+    if strategy and strategy.mesh.size > 1 and strategy.engine == "mindspore" and flags.speculate in ("model", "mtp"):
+        why = "computes drafts on one rank alone" if flags.speculate == "model" else "hands states from graph to graph"
         problems.append(
-            f"{strategy.at('engine')}: --speculate model computes drafts on one rank alone, which MindSpore's partitioner "
-            "does not allow; remove the line"
+            f"{strategy.at('engine')}: --speculate {flags.speculate} {why}, which MindSpore's partitioner does not allow; "
+            "remove the line"
         )
     return problems
 
@@ -125,7 +126,7 @@ def read_draft(
 def _differences(folder: Path, family: str, draft: ModelConfig, model: ModelConfig, tokenizer: Path) -> Iterator[str]:
     """The reasons why a draft model's tokens are not those of a model."""
     if draft.has_convolutions:
-        yield "its convolutions keep the states of its last tokens only, so that drafts cannot be taken back; choose another one"
+        yield "its convolutions keep states of the last tokens only, so that drafts cannot be taken back; choose another one"
     if draft.vocab_size != model.vocab_size:
         yield (
             f"its vocabulary has {draft.vocab_size} tokens, the model's {model.vocab_size}; choose a draft model with the "

@@ -11,8 +11,8 @@ from sporeloom.nn.parameter import declared_parameter
 
 
 class ConvPlaces(nn.Cell):
-    """Slots of tokens (B, 1, T, 3), as for `KVCache`, whose last slot is of padding -> where states continue (see `ConvState`):
-    the rows (B,), cells to read, and where to write.
+    """Slots of tokens (B, 1, T, 3), as for `KVCache`, whose last slot is of padding -> where states continue (see
+    `ConvState`): the rows (B,), cells to read, and where to write.
 
     Args:
         kept: cells of a row besides that of padding; with drafts of k tokens at least width + k.
@@ -35,7 +35,9 @@ class ConvPlaces(nn.Cell):
             here = self.join((self.cut(slots, (0, 0, 0, 0), (batch, heads, 1, 2), (1, 1, 1, 1)), here))
             start = self.flat(slot, (batch, 1))
             return rows, self.cell(self.onwards(start, _places(self.before, self.kept - self.before)), self.kept), here
-        given = self.column(self.count(self.to_int(self.is_token(slot, self.spare), mstype.int32), (1, 2, 3)), 1)  # (B, 1)
+        given = self.column(
+            self.count(self.to_int(self.is_token(slot, self.spare), mstype.int32), (1, 2, 3)), 1
+        )  # (B, 1)
         start = self.flat(self.cut(slot, (0, 0, 0, 0), (batch, heads, 1, 1), (1, 1, 1, 1)), (batch, 1))
         cells = self.cell(self.onwards(start, _places(self.kept)), self.kept)
         ahead = self.up_to(_places(self.kept + 1), self.onwards(start, given))
@@ -54,7 +56,9 @@ class ConvState(nn.Cell):
     def __init__(self, num_rows: int, kept: int, channels: int, dtype: mstype.Type):
         super().__init__()
         self.num_cells, self.channels = kept + 1, channels
-        self.tokens = Parameter(initializer("zeros", (num_rows, 1, self.num_cells, channels), dtype), requires_grad=False)
+        self.tokens = Parameter(
+            initializer("zeros", (num_rows, 1, self.num_cells, channels), dtype), requires_grad=False
+        )
         self.pick, self.shape, self.join, self.gather = ops.Gather(), ops.Reshape(), ops.Concat(1), ops.Gather(1)
         self.column, self.write, self.append = ops.ExpandDims(), ops.ScatterNdUpdate(), ops.ScatterNdUpdate()
 

@@ -177,7 +177,9 @@ class Service:
         self._say("loading the weights")
         adapters, pooling, num_drafts = job.adapter_slots, config.embeddings, config.num_drafts
         of = config.checkpoint, job.family, job.model, job.strategy
-        net = load_model(*of, shape, config.weights, adapters, num_drafts, config.kv_cache, pooling is not None, config.has_mtp)
+        net = load_model(
+            *of, shape, config.weights, adapters, num_drafts, config.kv_cache, pooling is not None, config.has_mtp
+        )
         self._adapter_memory = AdapterMemory(self.engine, net, ranks_of_several(adapters))
         chunk = config.prefill_chunk or (MIXED_CHUNK if takes(net, job.num_rows) else CHUNK)
         decoding = cached(self.engine, net, job.model, *shape, chunk, num_drafts, pooling)

@@ -80,17 +80,26 @@ def cache_problems(name: CacheName, config: ModelConfig) -> list[str]:
     return ["--kv-cache int8 is for attention with keys and values of heads; this model caches latents: leave it out"]
 
 
-def cache_bytes(config: ModelConfig, num_rows: int, num_slots: int, name: CacheName = "auto") -> int:
-    """Bytes of the keys and values of all layers, on all devices together; and of what convolutions and sparse attention
-    keep. `name`: the number type of --kv-cache."""
-    if name == "int8":
-        return num_rows * num_slots * config.num_layers * (sum(config.cache_widths) + 2 * 4 * config.kv_heads)
+def cache_bytes(
+    config: ModelConfig, num_rows: int, num_slots: int, name: CacheName = "auto", num_drafts: int = 0
+) -> int:
+    """Bytes of the keys and values of all layers, on all devices together, those of multi-token prediction and the states
+    that these read among them; and of what convolutions and sparse attention keep.
+
+    Args:
+        name: the number type of --kv-cache.
+        num_drafts: maximum number of drafted tokens of a row.
+    """
     itemsize = {"float32": 4, "float16": 2, "bfloat16": 2}[config.compute_dtype]
-    entries = config.num_layers * num_slots * sum(config.cache_widths)
+    num_layers, states = config.num_layers + config.num_mtp_layers, config.num_mtp_layers * config.hidden_size
+    if name == "int8":
+        in_layers = num_layers * (sum(config.cache_widths) + 2 * 4 * config.kv_heads)
+        return num_rows * num_slots * (in_layers + states * itemsize)
+    entries = num_slots * (num_layers * sum(config.cache_widths) + states)
     if config.indexer:
         entries += len(config.indexer.layers) * num_slots * config.indexer.head_dim
     if config.latent and config.latent.conv_width:
         latent = config.latent
         channels = (latent.query_width or 0) + latent.kv_width + config.num_heads * latent.value_dim
-        entries += config.num_layers * (latent.conv_width - 1) * channels
+        entries += num_layers * (latent.conv_width + num_drafts + 1) * channels
     return num_rows * entries * itemsize

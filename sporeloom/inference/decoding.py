@@ -162,7 +162,8 @@ class CacheDecoder(Rows):
     ):
         super().__init__(engine, net, config, num_rows)
         self.slot_table = SlotTable(num_rows, config.kv_heads, num_slots, engine.strategy.mesh)
-        self.cache_bytes = cache_bytes(config, num_rows, num_slots, net.kv_cache)
+        held = config if net.drafts else config.without_mtp()
+        self.cache_bytes = cache_bytes(held, num_rows, num_slots, net.kv_cache, net.num_drafts)
         self.chunk = min(chunk, config.seq_len)
         self._memory = SlotMemory(engine, net)
         self.hidden = HiddenStates(net).set_train(False) if pooling else None
@@ -289,7 +290,7 @@ class CachedDecoder(CacheDecoder):
         self, chunks: Mapping[int, Sequence[int]], rows: Collection[int], drafts: Mapping[int, Sequence[int]]
     ) -> dict[int, Sequence[int]]:
         kept: dict[int, Sequence[int]] = {}
-        for replica in range(self.num_replicas if self.net.lends_rows else 0):
+        for replica in range(self.num_replicas if self.net.num_drafts else 0):
             room = self.in_replica - sum(row // self.in_replica == replica for row in rows)
             kept |= cut({row: draft for row, draft in drafts.items() if row // self.in_replica == replica}, room)
         return kept

@@ -15,10 +15,11 @@ from itertools import takewhile
 import numpy as np
 
 from sporeloom.core.log import milestone
-from sporeloom.inference.decoding import CachedDecoder
+from sporeloom.inference.decoding import CachedDecoder, CacheDecoder
 from sporeloom.inference.draft_length import DraftLength
 from sporeloom.inference.mixed import RaggedDecoder, cached
 from sporeloom.inference.model import CACHE, load_model
+from sporeloom.inference.mtp_drafter import MTPDrafter
 from sporeloom.inference.speculation import Drafter, NgramDrafter, Speculation
 from sporeloom.inference.speculation_config import DraftModel, SpeculationFlags
 from sporeloom.runtime.engine import Engine
@@ -197,21 +198,24 @@ class SharedDrafter(Drafter):
 
 
 def open_speculation(
-    flags: SpeculationFlags, draft: DraftModel | None, engine: Engine, shape: tuple[int, int]
+    flags: SpeculationFlags, draft: DraftModel | None, engine: Engine, decoding: CacheDecoder
 ) -> Speculation | None:
     """Open what the flags say.
 
     Args:
         draft: with --speculate model.
-        shape: rows and slots of the cache of the model that drafts are for.
+        decoding: of the model that drafts are for.
 
     Raises:
         ConfigError: the draft model's weights cannot be read.
     """
     if not flags.num_drafts:
         return None
+    if flags.has_mtp:
+        return Speculation(MTPDrafter(decoding, flags.num_drafts), flags.num_drafts)
     if draft is None:
         return Speculation(NgramDrafter(), flags.num_drafts)
+    shape = decoding.num_rows, decoding.slot_table.num_slots
     own = _open_model(draft, engine.alone(), shape) if engine.is_log_rank else None
     engine.barrier()  # the others wait for the weights alone, not for the graphs as well
     return Speculation(SharedDrafter(engine, own, shape[0], flags.num_drafts), flags.num_drafts)

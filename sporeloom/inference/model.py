@@ -27,6 +27,7 @@ from sporeloom.models.adapters import LoRAConfig
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import family_module
 from sporeloom.models.parameters import parameter_shapes
+from sporeloom.models.parts.multi_token_prediction import PREFIX
 from sporeloom.models.weight_formats import FLOAT32, WeightFormat, WeightName, format_problems, held_format
 from sporeloom.nn.cache import KeyCache
 from sporeloom.nn.lora import attach_adapters
@@ -50,18 +51,20 @@ def build_model(
     weights_of: nn.Cell | None = None,
     lora: LoRAConfig | None = None,
     ranks: Mapping[str, Sequence[int]] | None = None,
-    lends_rows: bool = False,
+    num_drafts: int = 0,
     kv_cache: CacheName = "auto",
     gives_states: bool = False,
     takes_kernels: bool = True,
+    drafts: bool = False,
 ) -> nn.Cell:
     """The family's model, parallelized, its weights not materialised; not training.
 
     `caches`: rows and slots of KV caches to attach. `weights`: how matrices are held. `weights_of`: such a model
     with whose parameters it computes, whatever becomes of them; `lora`: that model's adapters. `ranks`: of several adapters
-    that tokens choose from (see `ranks_of_several`). `lends_rows`: a place in the batch may compute for any
-    row of the caches. `kv_cache`: number type of these. `gives_states`: `HiddenStates` can be wrapped around it.
-    `takes_kernels`: on a CPU alone compiled kernels replace operators.
+    that tokens choose from (see `ranks_of_several`). `num_drafts`: maximum number of drafted tokens of a row, for which
+    other places in the batch compute. `kv_cache`: number type of the caches. `gives_states`: `HiddenStates` can be wrapped
+    around it. `takes_kernels`: on a CPU alone compiled kernels replace operators. `drafts`: layers of multi-token prediction
+    have caches.
     """
     with no_init_parameters():
         net: nn.Cell = family_module(family, "model").Model(config)
@@ -76,10 +79,10 @@ def build_model(
         if weights_of:
             share_parameters(net, weights_of)
         if caches:
-            net.attach_caches(*caches, is_int8=kv_cache == "int8")
+            net.attach_caches(*caches, kv_cache == "int8", num_drafts, drafts)
             for _, cell in net.cells_and_names():
                 if isinstance(cell, KeyCache):
-                    cell.picks_rows = lends_rows
+                    cell.picks_rows = num_drafts > 0
     parallelize(net, strategy, whole=False)
     net.num_kernels, net.has_several_adapters, net.rows_are_alone = 0, bool(ranks), False
     if (
@@ -91,7 +94,7 @@ def build_model(
     ):
         net.num_kernels = use_kernels(net, library)
         net.rows_are_alone = config.experts is None and rows_are_alone(net)
-    net.lends_rows, net.kv_cache = lends_rows, kv_cache
+    net.num_drafts, net.kv_cache = num_drafts, kv_cache
     return net.set_train(False)
 
 
@@ -103,12 +106,14 @@ def load_model(
     caches: tuple[int, int] | None = None,
     weights: WeightName = "float32",
     adapters: Sequence[Adapter] = (),
-    lends_rows: bool = False,
+    num_drafts: int = 0,
     kv_cache: CacheName = "auto",
     gives_states: bool = False,
+    drafts: bool = False,
 ) -> nn.Cell:
     """`build_model` with the folder's weights, and with adapters that tokens choose from. Of several CPU processes
     each reads what it holds when the first graph is compiled. `weights`: name of the format in which matrices are held.
+    Layers of multi-token prediction are there only for `drafts`.
 
     Raises:
         ConfigError: the weights are missing, damaged, not finite, or not this model's; matrices or their shards that the
@@ -117,14 +122,19 @@ def load_model(
     stored = open_weights(folder)
     if problem := stored.damage(slice(None)):
         raise ConfigError(problem)
-    check_shapes(stored.shapes, parameter_shapes(config), str(folder / WEIGHTS))
+    has_mtp = any(name.startswith(PREFIX) for name in stored.shapes)
+    if drafts and not has_mtp:
+        raise ConfigError(f"{folder}: no parameters of multi-token prediction ({PREFIX}*); leave out --speculate mtp")
+    check_shapes(stored.shapes, parameter_shapes(config if has_mtp else config.without_mtp()), str(folder / WEIGHTS))
+    config = config if drafts else config.without_mtp()
     held = held_format(weights, stored.packed, folder)
     if problems := format_problems(held, config, strategy.mesh.tp):
         raise ConfigError(f"{folder}: --weights {weights}: {problem}" for problem in problems)
     if problems := cache_problems(kv_cache, config):
         raise ConfigError(f"{folder}: {problem}" for problem in problems)
     ranks = ranks_of_several(adapters)
-    net = build_model(family, config, strategy, caches, held, None, None, ranks, lends_rows, kv_cache, gives_states)
+    of = family, config, strategy, caches, held, None, None, ranks, num_drafts, kv_cache, gives_states
+    net = build_model(*of, drafts=drafts)
     exact = _fitting(stored.read, config, folder)
     read_int4 = stored.read_int4 if held is stored.packed else None
     read = quantized_weights(net, exact, held, read_int4) if held.bits < 32 else exact

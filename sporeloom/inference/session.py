@@ -187,9 +187,10 @@ def open_session(job: GenerateJob, engine: Engine) -> Session:
         decoding: Decoding = UncachedDecoder(engine, net, job.model, job.num_rows)
     else:
         shape = (job.num_rows, job.num_slots)
-        lends = config.num_drafts > 0
         of = config.checkpoint, job.family, job.model, job.strategy
-        net = load_model(*of, shape, config.weights, lends_rows=lends, kv_cache=config.kv_cache)
-        decoding = cached(engine, net, job.model, *shape, num_drafts=config.num_drafts)
-        drafts = open_speculation(config, job.draft, engine, shape)
+        net = load_model(
+            *of, shape, config.weights, num_drafts=config.num_drafts, kv_cache=config.kv_cache, drafts=config.has_mtp
+        )
+        decoding = caches = cached(engine, net, job.model, *shape, num_drafts=config.num_drafts)
+        drafts = open_speculation(config, job.draft, engine, caches)
     return Session(engine, decoding, StopConditions(job.tokenizer, job.stop_ids, config.stop, job.ending), drafts)

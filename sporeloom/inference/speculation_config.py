@@ -25,10 +25,11 @@ class SpeculationFlags:
 
     heading: ClassVar[str] = "speculative decoding"
 
-    speculate: Literal["off", "ngram", "model"] = option(
+    speculate: Literal["off", "ngram", "model", "mtp"] = option(
         "off",
         "draft tokens that one step verifies, which changes no answer; ngram: what followed the last tokens where they "
-        "stand before, in the prompt or the answer; model: what --draft-model would say",
+        "stand before, in the prompt or the answer; model: what --draft-model would say; mtp: what the model's own layers of "
+        "multi-token prediction say",
     )
     draft_model: Path | None = option(
         None, "checkpoint folder of a smaller model with the same tokenizer, for --speculate model (default: none)"
@@ -39,6 +40,11 @@ class SpeculationFlags:
     def num_drafts(self) -> int:
         """Maximum number of drafted tokens of a row; 0: none are."""
         return 0 if self.speculate == "off" else self.num_speculative_tokens
+
+    @property
+    def has_mtp(self) -> bool:
+        """Whether layers of multi-token prediction draft."""
+        return self.speculate == "mtp"
 
 
 @dataclass(frozen=True)
@@ -67,23 +73,24 @@ def speculation_problems(
 ) -> list[str]:
     """List the reasons why a model's tokens cannot be drafted so."""
     problems = []
-    if flags.num_drafts and model and model.has_convolutions:
-        problems.append(f"--speculate {flags.speculate}: this model's {_NO_WAY_BACK}; leave it out")
     if flags.speculate == "model" and flags.draft_model is None:
         problems.append("--speculate model needs a model that drafts; name its checkpoint folder with --draft-model")
     if flags.speculate != "model" and flags.draft_model is not None:
         problems.append(
             f"--draft-model {flags.draft_model} is for --speculate model, got {flags.speculate}; give both or none"
         )
-    if flags.speculate == "model" and strategy and strategy.mesh.size > 1 and strategy.engine == "mindspore":
+    if flags.has_mtp and model and not model.num_mtp_layers:
         problems.append(
-            f"{strategy.at('engine')}: --speculate model computes drafts on one rank alone, which MindSpore's partitioner "
-            "does not allow; remove the line"
+            "--speculate mtp: this model has no layers of multi-token prediction (num_mtp_layers 0); use --speculate ngram, "
+            "or model with a --draft-model"
+        )
+    if strategy and strategy.mesh.size > 1 and strategy.engine == "mindspore" and flags.speculate in ("model", "mtp"):
+        why = "computes drafts on one rank alone" if flags.speculate == "model" else "hands states from graph to graph"
+        problems.append(
+            f"{strategy.at('engine')}: --speculate {flags.speculate} {why}, which MindSpore's partitioner does not allow; "
+            "remove the line"
         )
     return problems
-
-
-_NO_WAY_BACK = "convolutions keep the state after the last token only, so that a drafted token cannot be taken back"
 
 
 def read_draft(
@@ -119,7 +126,7 @@ def read_draft(
 def _differences(folder: Path, family: str, draft: ModelConfig, model: ModelConfig, tokenizer: Path) -> Iterator[str]:
     """The reasons why a draft model's tokens are not those of a model."""
     if draft.has_convolutions:
-        yield f"its {_NO_WAY_BACK}; choose another draft model"
+        yield "its convolutions keep states of the last tokens only, so that drafts cannot be taken back; choose another one"
     if draft.vocab_size != model.vocab_size:
         yield (
             f"its vocabulary has {draft.vocab_size} tokens, the model's {model.vocab_size}; choose a draft model with the "

@@ -286,9 +286,14 @@ class ModelConfig(Widths):
         """This model with the first `count` of its layers."""
         return dataclasses.replace(self, **fields_of_layers(self, count))
 
+    def without_mtp(self) -> ModelConfig:
+        """This model without its layers of multi-token prediction."""
+        windows = self.windows[: self.num_layers]
+        return dataclasses.replace(self, num_mtp_layers=0, windows=windows) if self.num_mtp_layers else self
+
     def with_value_head(self) -> ModelConfig:
         """The reward model, or critic, of this size."""
-        return dataclasses.replace(self, value_head=True, tied_embedding=False, num_mtp_layers=0)
+        return dataclasses.replace(self.without_mtp(), value_head=True, tied_embedding=False)
 
     @property
     def pad_id(self) -> int | None:

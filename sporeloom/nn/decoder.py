@@ -49,8 +49,10 @@ class Decoder(nn.Cell, TyingCell):
     """Whether each token may have an adapter of its own."""
     rows_are_alone = False
     """Whether what a row gets is the same to the bit however many rows there are."""
-    lends_rows = False
-    """Whether rows of the caches may be read for others that begin alike."""
+    num_drafts = 0
+    """Maximum number of drafted tokens of a row, for which other places in the batch compute; 0: none do."""
+    drafts = False
+    """Whether layers of multi-token prediction draft tokens, with caches of their own (`DraftStep`)."""
     kv_cache = "auto"
     """Number type of the caches, as `--kv-cache` names it."""
 
@@ -113,9 +115,12 @@ class Decoder(nn.Cell, TyingCell):
         if value != self._compile_phase:
             nn.Cell.compile_phase.fset(self, value)
 
-    def attach_caches(self, num_rows: int, capacity: int, is_int8: bool = False) -> None:
+    def attach_caches(
+        self, num_rows: int, capacity: int, is_int8: bool = False, num_drafts: int = 0, drafts: bool = False
+    ) -> None:
         """Let attention keep the keys and values of `capacity` tokens for each of `num_rows` rows, in place of any
-        before; `is_int8`: in int8, for attention with keys and values of its own."""
+        before; `is_int8`: in int8, for attention with keys and values of its own; `num_drafts`: maximum number of tokens
+        that are taken back; `drafts`: in the layers of multi-token prediction, too, which keep the states that they read."""
         scaling = self.config.rope_scaling
         if scaling and scaling.kind == "dynamic":
             if min(capacity - 1, self.config.seq_len) > scaling.original:
@@ -130,11 +135,19 @@ class Decoder(nn.Cell, TyingCell):
             windows = [mask.window for mask in self.window_masks]
             self.window_masks = nn.CellList([SlotMask(capacity, self.num_sinks, window) for window in windows])
         if self.has_conv:
-            self.conv_places = ConvPlaces(self.first_inside + 1, capacity)
+            self.conv_places = ConvPlaces(self.first_inside + 1, capacity, self.first_inside + 1 + num_drafts)
         for name, cell in self.cells_and_names():
-            if isinstance(cell, Attention | LatentAttention | Indexer | CausalConv) and not name.startswith("mtp."):
-                cell.attach_cache(num_rows, capacity, *([True] if is_int8 else []))
+            if not isinstance(cell, Attention | LatentAttention | Indexer | CausalConv):
+                continue
+            if drafts or not name.startswith(PREFIX):
+                if isinstance(cell, CausalConv):
+                    cell.attach_cache(num_rows, num_drafts)
+                else:
+                    cell.attach_cache(num_rows, capacity, *([True] if is_int8 else []))
                 cell.cache.update_parameters_name(f"{name}.cache.")
+        self.drafts = drafts
+        for depth, layer in enumerate(self.mtp if drafts else ()):
+            layer.attach_states(self.config, num_rows, capacity, f"{PREFIX}{depth}")
 
     def attach_max_logits(self) -> None:
         """Let training steps count the largest attention logit of each head."""
@@ -173,7 +186,10 @@ class Decoder(nn.Cell, TyingCell):
         """Input of the head (B*T, D), and the losses of layers. `kept`: the output of `draw_kept` of
         `sporeloom.data.random_ltd`, where layers drop tokens."""
         x, losses, masks, _ = self.stream(tokens, positions, slots, dropout_keys, shares, groups, kept, of_tokens)
-        return self.top(x, positions, masks[0], slots, dropout_keys, losses, of_tokens)
+        normed, losses = self.top(x, positions, masks[0], slots, dropout_keys, losses, of_tokens)
+        if self.drafts:
+            normed = ops.depend(normed, self.mtp[0].states(normed if self.mtp_reads_normed else x, slots))
+        return normed, losses
 
     def stream(
         self, tokens, positions, slots=None, dropout_keys=None, shares=None, groups=None, kept=None, of_tokens=None
@@ -226,6 +242,24 @@ class Decoder(nn.Cell, TyingCell):
             logits = (*logits, self.head(normed, self.embedding.word.weight))
         return logits, losses
 
+    def logits_of_depth(self, depth, later, positions, rows, slots, sources, targets):
+        """Logits (len(rows), V) of a depth of multi-token prediction, for tokens whose states its cache holds.
+
+        `later` (B, T): the tokens depth + 1 positions on. `sources`, `targets`: `slots` of states, (B, 1, T, 3): those it
+        reads, and those of the next depth, or of the last one itself, that its own are written to.
+        """
+        layer, masks = self.mtp[depth], self.biases(positions)
+        bias = masks[self.mask_of_layer[self.config.num_layers + depth]] if self.has_windows else masks[0]
+        angles = self.angles(positions) if self.has_rotary else None
+        if self.has_conv:
+            angles = self.with_conv(angles, positions, slots)
+        embedded = self.embedding(later, positions)
+        x, _ = layer(layer.states.at(sources), embedded, bias, angles, later, slots=slots)
+        normed = layer.head_norm(x)
+        reader = self.mtp[min(depth + 1, self.config.num_mtp_layers - 1)]
+        normed = ops.depend(normed, reader.states(normed if self.mtp_reads_normed else x, targets))
+        return self.head(normed, self.embedding.word.weight, rows)
+
     def top(self, x, positions, bias, slots, dropout_keys, losses=None, of_tokens=None):
         """Compute the part from the last of `layers` to the head. Returns the head's input and the losses."""
         return self.final_norm(x), losses
@@ -242,6 +276,18 @@ class HiddenStates(nn.Cell):
     def construct(self, tokens, positions, rows, slots=None, adapter_ids=None):
         x, _ = self.model.hidden(tokens, positions, slots, adapter_ids)
         return self.model.head_input(x, rows)
+
+
+class DraftStep(nn.Cell):
+    """Logits of a depth of multi-token prediction, from 0 on (see `Decoder.logits_of_depth`), of a decoder whose parameters
+    and caches it uses."""
+
+    def __init__(self, model: Decoder, depth: int):
+        super().__init__(auto_prefix=False)
+        self.model, self.depth = model, depth
+
+    def construct(self, later, positions, rows, slots, sources, targets):
+        return self.model.logits_of_depth(self.depth, later, positions, rows, slots, sources, targets)
 
 
 class DecoderWithLoss(nn.Cell):

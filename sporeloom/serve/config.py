@@ -235,6 +235,10 @@ def check(config: ServeConfig, num_processes: int | None, rank: int = 0) -> Serv
     models: list[ServedModel] = []
     adapters: list[Adapter] = []
     problems += speculation_problems(config, model, strategy)
+    if config.has_mtp and (config.lora_modules or config.runtime_lora_folder):
+        problems.append(
+            "--speculate mtp drafts without adapters; leave it out, or --lora-modules and --runtime-lora-folder"
+        )
     draft = None
     if family and model:
         if tokenizer := problems.of(folder_tokenizer, family, config.checkpoint, model, config.tokenizer):

@@ -22,7 +22,6 @@ from sporeloom.checkpoint.adapters import ranks_of_several
 from sporeloom.core.lines import first_line
 from sporeloom.core.log import LogBudget, counted, milestone
 from sporeloom.inference.adapter_memory import AdapterMemory
-from sporeloom.inference.cache import cache_bytes
 from sporeloom.inference.draft_model import open_speculation
 from sporeloom.inference.mixed import cached, takes
 from sporeloom.inference.model import load_model
@@ -176,22 +175,24 @@ class Service:
         self.engine.backend.on_lost_rank(self._lost)
         shape = (job.num_rows, num_slots_for(job.max_model_len))
         self._say("loading the weights")
-        lends, adapters = config.num_drafts > 0, job.adapter_slots
-        pooling = config.embeddings
+        adapters, pooling, num_drafts = job.adapter_slots, config.embeddings, config.num_drafts
         of = config.checkpoint, job.family, job.model, job.strategy
-        net = load_model(*of, shape, config.weights, adapters, lends, config.kv_cache, pooling is not None)
+        net = load_model(
+            *of, shape, config.weights, adapters, num_drafts, config.kv_cache, pooling is not None, config.has_mtp
+        )
         self._adapter_memory = AdapterMemory(self.engine, net, ranks_of_several(adapters))
         chunk = config.prefill_chunk or (MIXED_CHUNK if takes(net, job.num_rows) else CHUNK)
-        decoding = cached(self.engine, net, job.model, *shape, chunk, config.num_drafts, pooling)
+        decoding = cached(self.engine, net, job.model, *shape, chunk, num_drafts, pooling)
         steps = list(decoding.shapes())
         for done, (what, compile_step) in enumerate(steps, 1):
             self._say(f"compiling {done} of {len(steps)}: {what}")
             compile_step()
-        self.decoding, drafts = decoding, open_speculation(config, job.draft, self.engine, shape)
-        if drafts and job.draft:
-            self._say("compiling the draft model")
+        self.decoding, drafts = decoding, open_speculation(config, job.draft, self.engine, decoding)
+        if drafts:
+            self._say("compiling drafts")
             drafts.drafter.prepare()
-        cache = prefix_cache(decoding, cache_bytes(job.model, 1, 1, config.kv_cache), int(config.prefix_cache_gb * GB))
+        bytes_of_token = decoding.cache_bytes // (shape[0] * shape[1])
+        cache = prefix_cache(decoding, bytes_of_token, int(config.prefix_cache_gb * GB))
         self.scheduler = Scheduler(decoding, self.engine, cache, drafts)
         gc.collect()
         gc.freeze()  # the loaded objects stay: a garbage collection over them would delay everything by half a second

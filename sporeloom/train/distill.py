@@ -65,8 +65,7 @@ class DistillConfig(SFTConfig):
         family, model = load_config(self.teacher)
         model = with_precision(model, self.compute_dtype, self.attention)
         model = model.with_domain(self.domain) if model.num_domains > 1 else model
-        windows = model.windows[: model.num_layers]  # without those of multi-token prediction
-        return family, dataclasses.replace(model, dropout_rate=0.0, num_mtp_layers=0, windows=windows)
+        return family, dataclasses.replace(model.without_mtp(), dropout_rate=0.0)
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()

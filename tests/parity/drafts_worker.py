@@ -87,7 +87,7 @@ def mixed(checkpoint, strategy=None, modules=(), weights="float32", count=18):
     adapters = [read_adapter(Path(module), family, config) for module in modules]
 
     def decoding(num_drafts):
-        net = load_model(folder, family, config, engine.strategy, (ROWS, SLOTS), weights, adapters, num_drafts > 0)
+        net = load_model(folder, family, config, engine.strategy, (ROWS, SLOTS), weights, adapters, num_drafts)
         return cached(engine, net, config, ROWS, SLOTS, CHUNK, num_drafts)
 
     def asked():
@@ -120,7 +120,7 @@ def by_models(checkpoint, drafts, strategy=None, num_rows=ROWS, count=10):
     tokenizer, file = folder_tokenizer(family, folder, config), find_tokenizer(family, folder)
 
     def decoding(num_drafts):
-        net = load_model(folder, family, config, engine.strategy, shape, lends_rows=num_drafts > 0)
+        net = load_model(folder, family, config, engine.strategy, shape, num_drafts=num_drafts)
         return cached(engine, net, config, *shape, CHUNK, num_drafts)
 
     def asked():

@@ -50,8 +50,8 @@ def test_convolutions_stay_within_documents():
 def test_convolutions_of_a_few_tokens_at_a_time_are_the_same():
     """Two rows of three: parts of several tokens with padding, single tokens, and a row that gets none."""
     z = np.random.default_rng(2).normal(size=(3, LENGTH, CHANNELS)).astype(np.float32)
-    conv, places, spare = CausalConv(CONV, ms.float32), ConvPlaces(WIDTH, 100), 99
-    conv.attach_cache(3, 100)
+    conv, places, spare = CausalConv(CONV, ms.float32), ConvPlaces(WIDTH, 100, WIDTH + 2), 99
+    conv.attach_cache(3, 2)
     done, found = [0, 0, 0], np.zeros_like(z)
     for parts, length in (({2: 5}, 8), ({0: 2}, 4), ({0: 1, 2: 1}, 1), ({2: 2}, 4), ({0: 1, 2: 1}, 1), ({0: 3}, 4)):
         rows = [next(iter(parts))] if length > 1 else [0, 1, 2]

@@ -3,7 +3,6 @@
 
 import dataclasses
 import shutil
-from types import SimpleNamespace
 
 import pytest
 
@@ -59,11 +58,20 @@ def test_without_a_minimum_every_token_may_end_a_text(folder, size):
 def test_drafts_that_cannot_be_taken_back_are_refused(folder):
     with pytest.raises(ConfigError, match="--speculate ngram drafts into the KV cache; leave out --no-cache"):
         check(GenerateConfig(checkpoint=folder, speculate="ngram", no_cache=True), 1, [])
-    flags = SpeculationFlags(speculate="ngram")
-    (problem,) = speculation_problems(flags, SimpleNamespace(has_convolutions=True))
-    assert "convolutions" in problem and "leave it out" in problem
-    assert speculation_problems(SpeculationFlags(), SimpleNamespace(has_convolutions=True)) == []
-    assert speculation_problems(flags, SimpleNamespace(has_convolutions=False)) == []
+
+
+def test_drafts_by_layers_that_a_model_lacks_are_refused(folder, tmp_path):
+    with pytest.raises(ConfigError, match=r"--speculate mtp: this model has no layers .*; use --speculate ngram"):
+        check(GenerateConfig(checkpoint=folder, speculate="mtp"), 1, [])
+    flags, model = SpeculationFlags(speculate="mtp"), size_config("pangu", "2_tiny")
+    assert speculation_problems(flags, model) == []
+    path = tmp_path / "strategy.yaml"
+    path.write_text("mesh: {tp: 2}\nengine: mindspore\n")
+    (problem,) = speculation_problems(flags, model, load_strategy(path, True))
+    assert problem.startswith(f"{path}:2: engine: --speculate mtp") and problem.endswith("remove the line")
+    serving = ServeConfig(checkpoint=folder, speculate="mtp", lora_modules=("a=b",), port=0)
+    with pytest.raises(ConfigError, match="--speculate mtp drafts without adapters; leave it out"):
+        serve_config.check(serving, 1)
 
 
 def draft_folder(path, folder, **fields):
@@ -91,7 +99,7 @@ def test_a_draft_model_is_read_with_the_flags_of_the_model(folder, tmp_path):
 def test_flags_of_drafts_that_need_each_other(folder):
     with pytest.raises(ConfigError, match="name its checkpoint folder with --draft-model"):
         check(drafting(folder, None), 1, [])
-    for way in ("off", "ngram"):
+    for way in ("off", "ngram", "mtp"):
         with pytest.raises(ConfigError, match=f"is for --speculate model, got {way}; give both or none"):
             check(GenerateConfig(checkpoint=folder, speculate=way, draft_model=folder), 1, [])
 

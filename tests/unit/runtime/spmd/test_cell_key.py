@@ -64,7 +64,7 @@ NETWORKS = {
         for name, weights in WEIGHT_FORMATS.items()
         if name in ("int8", "int4-g64", "int4-g32", "int4-asym-g32")
     },
-    "inference that lends rows": lambda: build_model("pangu", TINY, SINGLE_DEVICE, (2, 16), lends_rows=True),
+    "inference with drafts": lambda: build_model("pangu", TINY, SINGLE_DEVICE, (2, 16), num_drafts=4),
     "inference with several adapters": lambda: build_model(
         "pangu", TINY, SINGLE_DEVICE, (2, 16), ranks={"attention.query": [2, 4]}
     ),

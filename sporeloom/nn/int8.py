@@ -5,6 +5,7 @@ from mindspore import Parameter, nn, ops
 from mindspore import dtype as mstype
 from mindspore.common.initializer import initializer
 
+from sporeloom.nn.dropless import GroupedProduct, OfRows
 from sporeloom.nn.embedding import Embedding
 from sporeloom.nn.head import Head, TiedHead
 from sporeloom.nn.linear import MAX_KERNEL_ROWS, Linear
@@ -54,12 +55,20 @@ class Int8ExpertLinear(nn.Cell):
         self.weight, self.scale = _int8(linear.weight.shape), _scale((experts, 1, out))
         self.dtype, self.has_bias = linear.dtype, linear.has_bias
         self.matmul, self.rescale, self.cast = ops.BatchMatMul(transpose_b=True), ops.Mul(), ops.Cast()
+        self.grouped, self.scale_of_rows, self.row_rescale = GroupedProduct(), OfRows(), ops.Mul()
         if self.has_bias:
-            self.bias, self.bias_add = linear.bias, ops.Add()
+            self.bias, self.bias_add, self.of_rows, self.row_bias_add = linear.bias, ops.Add(), OfRows(), ops.Add()
 
-    def construct(self, x):  # (E, R, in) -> (E, R, out)
-        y = self.rescale(self.matmul(x, self.cast(self.weight, self.dtype)), self.cast(self.scale, self.dtype))
-        return self.bias_add(y, self.cast(self.bias, self.dtype)) if self.has_bias else y
+    def construct(self, x, counts=None, experts=None):
+        weight, scale = self.cast(self.weight, self.dtype), self.cast(self.scale, self.dtype)
+        if counts is None:  # (E, R, in) -> (E, R, out)
+            y = self.rescale(self.matmul(x, weight), scale)
+        else:  # sorted rows (R, in) -> (R, out)
+            y = self.row_rescale(self.grouped(x, weight, counts), self.scale_of_rows(scale, experts))
+        if not self.has_bias:
+            return y
+        bias = self.cast(self.bias, self.dtype)
+        return self.bias_add(y, bias) if counts is None else self.row_bias_add(y, self.of_rows(bias, experts))
 
 
 class Int8Embedding(nn.Cell):

@@ -63,6 +63,12 @@ CASES = [
     "pangu_pro_moe_tiny_ep2_tp2+two_moe+cp_for_tp+shallow",
     "pangu_pro_moe_tiny_ep2_tp2+moge+cp_for_tp+shallow",  # experts drop tokens
     "pangu_tiny_dp2_tp2_zero+accumulate+two+shallow",
+    "pangu_pro_moe_tiny_ep2_tp2+dropless+no_ep+shallow",  # each rank sorts its rows by expert
+    "pangu_pro_moe_tiny_ep2_tp2+dropless+shallow",  # experts exchange rows in equal parts
+    "pangu_pro_moe_tiny_ep2_tp2+dropless+no_ep+cp_for_tp+shallow",
+    "pangu_pro_moe_tiny_ep2_pp2+dropless+no_ep+shallow",
+    "pangu_switch_tiny_dp4_ep2_zero+again+accumulate+dropless+no_ep+shallow",
+    "pangu_pro_moe_tiny_ep2_tp2+two_moe+no_ep+shallow",
 ]
 IN_SHORT = [
     "pangu_tiny_dp2_tp2+clip+shallow",
@@ -70,6 +76,7 @@ IN_SHORT = [
     "pangu_tiny_dp2_tp2_sp+dropout+shallow",
     "pangu_tiny_dp2_cp2_ulysses+dropout+shallow",
     "pangu_pro_moe_tiny_ep2_tp2+moge+shallow",
+    "pangu_pro_moe_tiny_ep2_tp2+dropless+no_ep+shallow",
     "pangu_tiny_tp2_pp2+embedded+shallow",
     "pangu_tiny_dp2_pp2_zero+clip+shallow",
     "pangu_tiny_dp2_pp2+latent+shallow",
@@ -85,6 +92,7 @@ LIKE_WITHOUT = (
     "again",
     "shards",
     "ep_over_tp",
+    "no_ep",
     "cp_for_tp",
 )
 """Options of a mesh: one device is compared without them."""
@@ -133,7 +141,7 @@ def test_losses_and_gradient_norms_of_five_steps(results, case, optimizer):
     if "counts" in expected:  # of experts: what each was given, and what was dropped
         got, expected = np.array(got["counts"])[..., :-1], np.array(expected["counts"])[..., :-1]
         np.testing.assert_array_equal(got, expected)
-        takes_all = {"latent_moe", "two_moe"} & set(case.split("+"))  # their experts have no capacity
+        takes_all = {"latent_moe", "two_moe", "dropless"} & set(case.split("+"))  # their experts have no capacity
         assert (expected[..., -1] > 0).any() != bool(takes_all)
 
 

@@ -68,6 +68,7 @@ SIGMOID = {
     "routed_scaling_factor": 2.5,
     **BALANCED,
 }
+DROPLESS = {"num_experts": 4, "experts_per_token": 2, "ffn_hidden_size": 96, "balance_loss": 0.05, **BALANCED}
 SIGMA = {"num_experts": 4, "experts_per_token": 1, "router": "hash", "num_domains": 2, "capacity_factor": 2.0}
 MODELS = {
     "pangu": ("pangu", "tiny", {}),
@@ -81,6 +82,7 @@ MODELS = {
     "latent": ("pangu", "ultra_moe_tiny", {"experts": None}),
     "two": ("pangu", "2_tiny", {"experts": None, **OPENPANGU_2}),
     "two_moe": ("pangu", "2_tiny", {"experts": SIGMOID, **OPENPANGU_2}),
+    "dropless": ("pangu", "tiny", {"experts": DROPLESS}),
     "latent_moe": ("pangu", "ultra_moe_tiny", {"experts": GROUPS}),
     "sigma": ("pangu", "tiny", {"experts": SIGMA}),
 }
@@ -92,7 +94,7 @@ def train(path: str, options: list[str], out: str) -> None:
     `path`: a strategy file, or one_device. `options`: one of MODELS, and of clip, accumulate, copies, after_query, dropout,
     gpipe, seqpipe and zero_bubble_v (with virtual stages), offload, again (weights are gathered twice),
     shards (gradients of microbatches),
-    ep_over_tp (experts over all four ranks, each of them whole), cp_for_tp (sequences over what is tp in the file), and
+    no_ep (each rank has all experts), ep_over_tp (experts over all four ranks, each of them whole), cp_for_tp (sequences over what is tp in the file), and
     shallow (2 layers, which compile in half the time).
     A pipeline has as many microbatches as stages, for the same reason.
     """
@@ -124,6 +126,8 @@ def train(path: str, options: list[str], out: str) -> None:
         strategy = dataclasses.replace(strategy, optimizer_parallel=OptimizerParallel(shard_accumulated_gradients=True))
     if "ep_over_tp" in options and strategy.mesh.size > 1:
         strategy = dataclasses.replace(strategy, mesh=Mesh(dp=2, ep=4, tp=2))
+    if "no_ep" in options and strategy.mesh.size > 1:
+        strategy = dataclasses.replace(strategy, mesh=dataclasses.replace(strategy.mesh, ep=1))
     if "cp_for_tp" in options and strategy.mesh.size > 1:
         strategy = dataclasses.replace(strategy, mesh=Mesh(dp=2, ep=2, cp=2))
     if "copies" in options and strategy.mesh.size > 1:

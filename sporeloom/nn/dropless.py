@@ -72,15 +72,15 @@ def _by_operator(product, x, y, counts, group_type):
 
 
 class OfRows(nn.Cell):
-    """The entry of each row's expert, (E, 1, out) -> (R, out)."""
+    """What each row's expert has, (E, 1, out) -> (R, out), in `dtype`."""
 
     def __init__(self):
         super().__init__()
-        self.shape, self.pick = ops.Reshape(), ops.Gather()
+        self.cast, self.shape, self.pick = ops.Cast(), ops.Reshape(), ops.Gather()
 
-    def construct(self, value, experts):
+    def construct(self, value, experts, dtype):
         count, _, width = value.shape
-        return self.pick(self.shape(value, (count, width)), experts, 0)
+        return self.pick(self.shape(self.cast(value, dtype), (count, width)), experts, 0)
 
 
 class SortedRows(nn.Cell):

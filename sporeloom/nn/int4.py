@@ -116,9 +116,11 @@ class Int4ExpertLinear(nn.Cell, Int4Matrix):
             self.bias, self.bias_add, self.of_rows, self.row_bias_add = linear.bias, ops.Add(), OfRows(), ops.Add()
 
     def construct(self, x, counts=None, experts=None):  # (E, R, in) -> (E, R, out), or sorted rows (R, in) -> (R, out)
-        weight = self.cast(self.matrix(), self.dtype)
-        y = self.matmul(x, weight) if counts is None else self.grouped(x, weight, counts)
-        if not self.has_bias:
+        if counts is not None:
+            y = self.grouped(x, self.cast(self.matrix(), self.dtype), counts)
+            if self.has_bias:
+                bias = self.of_rows(self.bias, experts, self.dtype)
+                y = self.row_bias_add(y, bias)
             return y
-        bias = self.cast(self.bias, self.dtype)
-        return self.bias_add(y, bias) if counts is None else self.row_bias_add(y, self.of_rows(bias, experts))
+        y = self.matmul(x, self.cast(self.matrix(), self.dtype))
+        return self.bias_add(y, self.cast(self.bias, self.dtype)) if self.has_bias else y

@@ -59,16 +59,17 @@ class Int8ExpertLinear(nn.Cell):
         if self.has_bias:
             self.bias, self.bias_add, self.of_rows, self.row_bias_add = linear.bias, ops.Add(), OfRows(), ops.Add()
 
-    def construct(self, x, counts=None, experts=None):
-        weight, scale = self.cast(self.weight, self.dtype), self.cast(self.scale, self.dtype)
-        if counts is None:  # (E, R, in) -> (E, R, out)
-            y = self.rescale(self.matmul(x, weight), scale)
-        else:  # sorted rows (R, in) -> (R, out)
-            y = self.row_rescale(self.grouped(x, weight, counts), self.scale_of_rows(scale, experts))
-        if not self.has_bias:
+    def construct(self, x, counts=None, experts=None):  # (E, R, in) -> (E, R, out), or sorted rows (R, in) -> (R, out)
+        if counts is not None:
+            y = self.grouped(x, self.cast(self.weight, self.dtype), counts)
+            scale = self.scale_of_rows(self.scale, experts, self.dtype)
+            y = self.row_rescale(y, scale)
+            if self.has_bias:
+                bias = self.of_rows(self.bias, experts, self.dtype)
+                y = self.row_bias_add(y, bias)
             return y
-        bias = self.cast(self.bias, self.dtype)
-        return self.bias_add(y, bias) if counts is None else self.row_bias_add(y, self.of_rows(bias, experts))
+        y = self.rescale(self.matmul(x, self.cast(self.weight, self.dtype)), self.cast(self.scale, self.dtype))
+        return self.bias_add(y, self.cast(self.bias, self.dtype)) if self.has_bias else y
 
 
 class Int8Embedding(nn.Cell):

@@ -51,12 +51,16 @@ class ExpertLinear(nn.Cell):
             self.bias_add, self.of_rows, self.row_bias_add = ops.Add(), OfRows(), ops.Add()
 
     def construct(self, x, counts=None, experts=None):
-        weight = self.cast(self.weight, self.dtype)
-        y = self.matmul(x, weight) if counts is None else self.grouped(x, weight, counts)
-        if not self.has_bias:
+        if counts is not None:
+            y = self.grouped(x, self.cast(self.weight, self.dtype), counts)
+            if self.has_bias:
+                bias = self.of_rows(self.bias, experts, self.dtype)
+                y = self.row_bias_add(y, bias)
             return y
-        bias = self.cast(self.bias, self.dtype)
-        return self.bias_add(y, bias) if counts is None else self.row_bias_add(y, self.of_rows(bias, experts))
+        y = self.matmul(x, self.cast(self.weight, self.dtype))
+        if self.has_bias:
+            y = self.bias_add(y, self.cast(self.bias, self.dtype))
+        return y
 
 
 class ExpertMLPs(nn.Cell):

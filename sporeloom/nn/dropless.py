@@ -18,6 +18,11 @@ ONE_TENSOR, BY_ROWS, BY_SUMMED_ROWS, COUNTS = 3, 0, 2, 1
 gradient of weights), group_list_type (groups given by their lengths)."""
 
 
+def of_gradient(operator):
+    """Mark an operator of a `bprop`, which MindSpore does not tell from those of the forward pass."""
+    return operator.add_prim_attr("is_backward", True)
+
+
 @ops.constexpr
 def computes_groups(wanted):
     """Whether rows are sorted by expert, if `wanted`: GPUs have no grouped product, so each expert has capacity for all
@@ -40,8 +45,9 @@ class GroupedProduct(nn.Cell, GroupedProductCell):
 
     def __init__(self):
         super().__init__()
-        self.transpose, self.transpose_rows, self.nothing = ops.Transpose(), ops.Transpose(), ops.ZerosLike()
-        self.product, self.product_back, self.outer = GroupedMatmulV4(), GroupedMatmulV4(), GroupedMatmulV4()
+        self.transpose, self.transpose_rows, self.nothing = ops.Transpose(), of_gradient(ops.Transpose()), ops.ZerosLike()
+        self.product = GroupedMatmulV4()
+        self.product_back, self.outer = of_gradient(GroupedMatmulV4()), of_gradient(GroupedMatmulV4())
         self.numpy_product = ops.Custom(grouped_product, lambda x, w, _: [x[0], w[1]], lambda x, *_: x, "pyfunc")
         self.numpy_back = ops.Custom(_product_back, lambda y, w, _: [y[0], w[2]], lambda y, *_: y, "pyfunc")
         self.numpy_outer = ops.Custom(
@@ -51,24 +57,23 @@ class GroupedProduct(nn.Cell, GroupedProductCell):
     def construct(self, x, weight, counts):
         if not has_operator(self.operator_on_cpu):
             return self.numpy_product(x, weight, counts)
-        return _by_operator(self.product, x, self.transpose(weight, (0, 2, 1)), counts, BY_ROWS)
+        return self.by_operator(self.product, x, self.transpose(weight, (0, 2, 1)), counts, BY_ROWS)
 
     def bprop(self, x, weight, counts, out, dout):
         if not has_operator(self.operator_on_cpu):
             of_x, of_weight = self.numpy_back(dout, weight, counts), self.numpy_outer(x, dout, counts)
         else:
-            of_x = _by_operator(self.product_back, dout, weight, counts, BY_ROWS)
-            of_weight = _by_operator(self.outer, self.transpose_rows(dout, (1, 0)), x, counts, BY_SUMMED_ROWS)
+            of_x = self.by_operator(self.product_back, dout, weight, counts, BY_ROWS)
+            of_weight = self.by_operator(self.outer, self.transpose_rows(dout, (1, 0)), x, counts, BY_SUMMED_ROWS)
         return of_x, of_weight, self.nothing(counts)
+
+    def by_operator(self, product, x, y, counts, group_type):
+        settings = (None, None, None, ONE_TENSOR, group_type, COUNTS, 0, None)
+        return product((x,), (y,), None, None, None, None, None, None, counts, *settings)[0]
 
 
 def _product_back(y, weight, counts):
     return grouped_product(y, weight.swapaxes(1, 2), counts)
-
-
-def _by_operator(product, x, y, counts, group_type):
-    settings = (None, None, None, ONE_TENSOR, group_type, COUNTS, 0, None)
-    return product((x,), (y,), None, None, None, None, None, None, counts, *settings)[0]
 
 
 class OfRows(nn.Cell):
@@ -107,7 +112,8 @@ class Permute(nn.Cell):
 
     def __init__(self):
         super().__init__()
-        self.pick, self.unpick, self.nothing, self.nothing_back = ops.Gather(), ops.Gather(), ops.ZerosLike(), ops.ZerosLike()
+        self.pick, self.unpick = ops.Gather(), of_gradient(ops.Gather())
+        self.nothing, self.nothing_back = ops.ZerosLike(), ops.ZerosLike()
 
     def construct(self, x, order, back):
         return self.pick(x, order, 0)

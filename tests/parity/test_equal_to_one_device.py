@@ -68,6 +68,7 @@ CASES = [
     "pangu_pro_moe_tiny_ep2_tp2+dropless+no_ep+cp_for_tp+shallow",
     "pangu_pro_moe_tiny_ep2_pp2+dropless+no_ep+shallow",
     "pangu_switch_tiny_dp4_ep2_zero+again+accumulate+dropless+no_ep+shallow",
+    "pangu_pro_moe_tiny_ep2_tp2+again+dropless+no_ep+shallow",  # recomputed
     "pangu_pro_moe_tiny_ep2_tp2+two_moe+no_ep+shallow",
 ]
 IN_SHORT = [

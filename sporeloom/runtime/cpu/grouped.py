@@ -36,6 +36,7 @@ def exchange_grouped_products(model: mind_ir.ModelProto) -> None:
         return
     nodes = {node.output[0]: node for node in model.graph.node}
     items = {f"REF::{p.name}" for p in model.primitives if p.op_type == "TupleGetItem"} | {"TupleGetItem"}
+    results: dict[str, str] = {}
     for node in model.graph.node:
         source = nodes.get(node.input[0]) if node.op_type in items else None
         if source is None or source.op_type not in kinds:
@@ -45,6 +46,9 @@ def exchange_grouped_products(model: mind_ir.ModelProto) -> None:
         run = _rows_by_matrices if settings[1] == BY_ROWS else _rows_by_rows
         node.op_type = add_pyfunc_primitive(model, run, 3, name=KIND)
         node.input[:] = [*(each[0] for each in tensors), source.input[COUNTS]]
+        results[source.output[0]] = node.output[0]
+    for node in model.graph.node:  # what waits for a product waits for its result
+        node.input[:] = [results.get(name, name) for name in node.input]
     drop_unused(model)
 
 

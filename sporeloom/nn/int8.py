@@ -5,7 +5,7 @@ from mindspore import Parameter, nn, ops
 from mindspore import dtype as mstype
 from mindspore.common.initializer import initializer
 
-from sporeloom.nn.dropless import GroupedProduct, OfRows
+from sporeloom.nn.dropless import GroupedProduct, OfRows, has_operator
 from sporeloom.nn.embedding import Embedding
 from sporeloom.nn.head import Head, TiedHead
 from sporeloom.nn.linear import MAX_KERNEL_ROWS, Linear
@@ -61,7 +61,8 @@ class Int8ExpertLinear(nn.Cell):
 
     def construct(self, x, counts=None, experts=None):  # (E, R, in) -> (E, R, out), or sorted rows (R, in) -> (R, out)
         if counts is not None:
-            y = self.grouped(x, self.cast(self.weight, self.dtype), counts)
+            as_int8 = not has_operator(self.grouped.operator_on_cpu)  # NumPy casts the matrices of experts that have rows
+            y = self.grouped(x, self.weight if as_int8 else self.cast(self.weight, self.dtype), counts)
             scale = self.scale_of_rows(self.scale, experts, self.dtype)
             y = self.row_rescale(y, scale)
             if self.has_bias:

@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a layer of experts costs on one CPU process beside the products in it: a forward and backward pass of both, in turn.
 
-8 experts, 2 for each token, one sequence of 512 tokens, capacity factor 1: each expert has 128 rows.
+8 experts, 2 for each token, one sequence of 512 tokens, capacity factor 1: each expert has 128 rows. And without a capacity
+limit (16 experts, 2 for each token): experts that compute their own rows, as a part of the time and memory of experts with
+capacity for all tokens.
 """
 
+import resource
 import statistics
+import subprocess
+import sys
 import time
 
 import mindspore as ms
@@ -63,22 +68,62 @@ def seconds(step, inputs):
     return time.perf_counter() - start
 
 
+def config_of(d, ffn, num_experts, capacity_factor):
+    experts = {"num_experts": num_experts, "experts_per_token": 2, "normalize": "before_drop"}
+    return ModelConfig(
+        vocab_size=64,
+        hidden_size=d,
+        num_layers=1,
+        num_heads=1,
+        ffn_hidden_size=ffn,
+        dropout_rate=0.0,
+        query_layer=False,
+        experts={**experts, "capacity_factor": capacity_factor, "balance_loss": 0.01, "router_z_loss": 0.001},
+    )
+
+
+def peak_kb(sorts_rows, d, ffn):
+    """Resident memory at the peak of a process that computes the layer, less that before its first step."""
+    step, inputs = without_limit(sorts_rows, d, ffn, TOKENS)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    seconds(step, inputs)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+
+
+def without_limit(sorts_rows, d, ffn, num_tokens):
+    """A step of experts without a capacity limit, and its inputs."""
+    layer = Layer(config_of(d, ffn, 16, None)).set_train()
+    layer.layer.sorts_rows = sorts_rows
+    x = np.random.default_rng(0).normal(size=(num_tokens, d)).astype(np.float32)
+    tokens, shares = np.zeros((1, num_tokens), np.int32), np.ones(1, np.float32)
+    return Step(layer), [Tensor(each) for each in (x, tokens, shares)]
+
+
+def dropless():
+    """Time and memory of experts that compute their own rows, relative to experts with capacity for all tokens."""
+    print("\n| tokens | D | F | time | memory |\n|---|---|---|---|---|")
+    for num_tokens, (d, ffn) in ((TOKENS, WIDTHS[0]), (1, WIDTHS[0])):
+        runs = [without_limit(sorts_rows, d, ffn, num_tokens) for sorts_rows in (True, False)]
+        for run in runs:
+            seconds(*run)
+        times = np.array([[seconds(*run) for run in runs] for _ in range(REPEATS)])
+        memory = "-"
+        if num_tokens == TOKENS:
+            asked = [[sys.executable, __file__, "--peak", how] for how in ("sorted", "slots")]
+            peaks = [int(subprocess.run(a, capture_output=True, text=True, check=True).stdout) for a in asked]
+            memory = f"{peaks[0] / peaks[1]:.2f}"
+        print(f"| {num_tokens} | {d} | {ffn} | {statistics.median(times[:, 0] / times[:, 1]):.2f} | {memory} |")
+
+
 def main():
     ms.set_device("CPU")
     ms.set_context(mode=ms.GRAPH_MODE)
+    if "--peak" in sys.argv:
+        print(peak_kb(sys.argv[-1] == "sorted", *WIDTHS[0]))
+        return
     print("| D | F | products | layer | layer / products |\n|---|---|---|---|---|")
     for d, ffn in WIDTHS:
-        experts = {"num_experts": 8, "experts_per_token": 2, "capacity_factor": 1.0, "normalize": "before_drop"}
-        config = ModelConfig(
-            vocab_size=64,
-            hidden_size=d,
-            num_layers=1,
-            num_heads=1,
-            ffn_hidden_size=ffn,
-            dropout_rate=0.0,
-            query_layer=False,
-            experts={**experts, "balance_loss": 0.01, "router_z_loss": 0.001},
-        )
+        config = config_of(d, ffn, 8, 1.0)
         rng = np.random.default_rng(0)
         x = Tensor(rng.normal(size=(TOKENS, d)).astype(np.float32))
         rows = Tensor(rng.normal(size=(8, TOKENS * 2 // 8, d)).astype(np.float32))
@@ -90,6 +135,7 @@ def main():
         products, layer = (statistics.median(column) for column in times.T)
         ratio = statistics.median(times[:, 1] / times[:, 0])
         print(f"| {d} | {ffn} | {1e3 * products:.0f} ms | {1e3 * layer:.0f} ms | {ratio:.2f} |")
+    dropless()
 
 
 if __name__ == "__main__":

@@ -77,7 +77,12 @@ class DispatchIndices(nn.Cell):
         self.count, self.forget, self.expand, self.shape_places = ops.ReduceSum(), ops.Mul(), ops.Reshape(), ops.Add()
         self.to_index, self.flat, self.write = ops.Cast(), ops.Reshape(), ops.TensorScatterElements(axis=1)
         self.owners, self.share, self.cut, self.join = ops.Mul(), ops.Add(), ops.StridedSlice(), ops.Reshape()
-        self.is_within, self.is_padding, self.times_capacity, self.put_last = ops.Less(), ops.Sub(), ops.Mul(), ops.Add()
+        self.is_within, self.is_padding, self.times_capacity, self.put_last = (
+            ops.Less(),
+            ops.Sub(),
+            ops.Mul(),
+            ops.Add(),
+        )
 
     def construct(self, chosen, one_hot, capacity, is_choice=None, limit=None):
         groups, length = chosen.shape[0], chosen.shape[1] // self.chosen

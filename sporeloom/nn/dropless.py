@@ -45,7 +45,11 @@ class GroupedProduct(nn.Cell, GroupedProductCell):
 
     def __init__(self):
         super().__init__()
-        self.transpose, self.transpose_rows, self.nothing = ops.Transpose(), of_gradient(ops.Transpose()), ops.ZerosLike()
+        self.transpose, self.transpose_rows, self.nothing = (
+            ops.Transpose(),
+            of_gradient(ops.Transpose()),
+            ops.ZerosLike(),
+        )
         self.product = GroupedMatmulV4()
         self.product_back, self.outer = of_gradient(GroupedMatmulV4()), of_gradient(GroupedMatmulV4())
         self.numpy_product = ops.Custom(grouped_product, lambda x, w, _: [x[0], w[1]], lambda x, *_: x, "pyfunc")

@@ -61,7 +61,9 @@ class Int8ExpertLinear(nn.Cell):
 
     def construct(self, x, counts=None, experts=None):  # (E, R, in) -> (E, R, out), or sorted rows (R, in) -> (R, out)
         if counts is not None:
-            as_int8 = not has_operator(self.grouped.operator_on_cpu)  # NumPy casts the matrices of experts that have rows
+            as_int8 = not has_operator(
+                self.grouped.operator_on_cpu
+            )  # NumPy casts the matrices of experts that have rows
             y = self.grouped(x, self.weight if as_int8 else self.cast(self.weight, self.dtype), counts)
             scale = self.scale_of_rows(self.scale, experts, self.dtype)
             y = self.row_rescale(y, scale)

@@ -106,7 +106,7 @@ class Depths(nn.Cell):
         self.model = model
 
     def construct(self, tokens, positions, later):
-        return self.model.logits_of_depths(tokens, positions, later)
+        return self.model.logits_of_depths(tokens, positions, later)[0]
 
 
 def check_depths(name, net, config, golden):
@@ -114,8 +114,8 @@ def check_depths(name, net, config, golden):
     tokens, depths = golden["input_ids"], config.num_mtp_layers
     later = [np.pad(tokens[:, d:], ((0, 0), (0, d)), constant_values=-1) for d in range(1, depths + 1)]
     positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape).astype(np.int32)
-    fed = Tensor(tokens.astype(np.int32)), Tensor(positions), [Tensor(a.astype(np.int32)) for a in later]
-    logits, _ = Depths(net.model)(*fed)
+    fed = Tensor(tokens.astype(np.int32)), Tensor(positions), tuple(Tensor(a.astype(np.int32)) for a in later)
+    logits = Depths(net.model)(*fed)
     for depth in range(1, depths + 1):
         found = logits[depth].asnumpy().reshape(*tokens.shape, -1)[:, :-depth]
         np.testing.assert_allclose(found, golden[f"mtp_logits_{depth}"], rtol=0, atol=ATOL.get(name, 2e-4))

@@ -145,7 +145,7 @@ class ByOffsets(nn.Cell):
 
 def test_another_form_of_the_operator_is_refused():
     shapes = [((6, 4), np.float32), ((2, 4, 3), np.float32), ((2,), np.int64)]
-    with pytest.raises(ConfigError, match="GroupedMatmulV4 of .*a group_list of counts"):
+    with pytest.raises(ConfigError, match=r"GroupedMatmulV4 of .*a group_list of counts"):
         exchange_grouped_products(compile_for_one_device(ByOffsets(), shapes))
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sporeloom.mindspore_compat.names import mind_ir
-from sporeloom.runtime.cpu.pyfunc import add_pyfunc_primitive
+from sporeloom.runtime.cpu.pyfunc import add_pyfunc_primitive, kinds_of
 from sporeloom.runtime.places import place_of
 
 FLOATS = (mind_ir.TensorProto.FLOAT, mind_ir.TensorProto.FLOAT16, mind_ir.TensorProto.DOUBLE)

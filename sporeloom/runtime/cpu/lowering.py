@@ -44,8 +44,8 @@ def lower(
     recorder: FlightRecorder | None = None,
 ) -> tuple[set[str], Widened]:
     """Replace every collective of `model`, in place, and order them without deadlocks; before that replace what CPUs do
-    not support: FlashAttention, grouped products, bfloat16. Returns the names of the results of collectives, and the values that were
-    bfloat16.
+    not support: FlashAttention, grouped products, bfloat16. Returns the names of the results of collectives, and the
+    values that were bfloat16.
 
     Args:
         program: name that distinguishes the messages of several graphs.

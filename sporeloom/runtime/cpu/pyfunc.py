@@ -16,7 +16,11 @@ _keep: list[Callable[..., Any]] = []  # C++ refers to the functions by id only
 
 
 def add_pyfunc_primitive(
-    model: mind_ir.ModelProto, run: Callable[..., Any], num_inputs: int = 1, is_scalar: bool = False, name: str = "message"
+    model: mind_ir.ModelProto,
+    run: Callable[..., Any],
+    num_inputs: int = 1,
+    is_scalar: bool = False,
+    name: str = "message",
 ) -> str:
     """Add a primitive that calls `run` with its inputs as arrays. Returns the reference to it for nodes.
 

@@ -27,7 +27,15 @@ def planned(x, w, counts=NONE, group_type=0, list_type=1, bias=None):
     tensors = [(tensor(shape, dims),) for shape, dims in zip(shapes, (x, w), strict=True)]
     none = [constant(None)] * 3
     settings = [constant(value) for value in (3, group_type, list_type, 0, None)]
-    operands = (*tensors, constant(bias), *none, *none[:2], tensor((EXPERTS,), ((),), counts, "int64"), *none, *settings)
+    operands = (
+        *tensors,
+        constant(bias),
+        *none,
+        *none[:2],
+        tensor((EXPERTS,), ((),), counts, "int64"),
+        *none,
+        *settings,
+    )
     return plan(Operation("GroupedMatmulV4", operands, (TensorType(result, "float32"),), {}, GRID))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of groups of rows, each group with its own matrix, in NumPy: the first counts[0] rows are of group 0, and so on."""
+"""Products of groups of rows, each with its own matrix, in NumPy: the first counts[0] rows are of group 0, and so on."""
 
 from __future__ import annotations
 

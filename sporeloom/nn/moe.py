@@ -2,7 +2,8 @@
 """Mixture of experts in place of an MLP: router, dispatch, experts, combine.
 
 Shapes: N rows (B*T), D hidden; tokens are counted in G groups of L neighbours (N = G*L); E experts, each with capacity
-for C tokens of a group; k choices of a token. Groups come from the configuration, so what is dropped is the same on every mesh.
+for C tokens of a group; k choices of a token. Groups come from the configuration, so what is dropped is the same on
+every mesh.
 Where nothing is dropped, rows are sorted by expert instead (`sporeloom.nn.dropless`).
 Padding does not count as tokens: it takes no capacity, and no loss or count includes it (`is_token` (G, L), 1 or 0).
 

@@ -85,7 +85,7 @@ def config_of(d, ffn, num_experts, capacity_factor):
 
 def peak_kb(sorts_rows, d, ffn):
     """Resident memory at the peak of a process that computes the layer, less that before its first step."""
-    step, inputs = without_limit(sorts_rows, d, ffn, TOKENS)
+    step, inputs = without_limit(sorts_rows, d, ffn)
     before = peak_of_process()
     seconds(step, inputs)
     return peak_of_process() - before
@@ -96,29 +96,26 @@ def peak_of_process():
     return int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1])
 
 
-def without_limit(sorts_rows, d, ffn, num_tokens):
+def without_limit(sorts_rows, d, ffn):
     """A step of experts without a capacity limit, and its inputs."""
     layer = Layer(config_of(d, ffn, 16, None)).set_train()
     layer.layer.sorts_rows = sorts_rows
-    x = np.random.default_rng(0).normal(size=(num_tokens, d)).astype(np.float32)
-    tokens, shares = np.zeros((1, num_tokens), np.int32), np.ones(1, np.float32)
+    x = np.random.default_rng(0).normal(size=(TOKENS, d)).astype(np.float32)
+    tokens, shares = np.zeros((1, TOKENS), np.int32), np.ones(1, np.float32)
     return Step(layer), [Tensor(each) for each in (x, tokens, shares)]
 
 
 def dropless():
     """Time and memory of experts that compute their own rows, relative to experts with capacity for all tokens."""
-    print("\n| tokens | D | F | time | memory |\n|---|---|---|---|---|")
-    for num_tokens, (d, ffn) in ((TOKENS, WIDTHS[0]), (1, WIDTHS[0])):
-        runs = [without_limit(sorts_rows, d, ffn, num_tokens) for sorts_rows in (True, False)]
-        for run in runs:
-            seconds(*run)
-        times = np.array([[seconds(*run) for run in runs] for _ in range(REPEATS // 3)])
-        memory = "-"
-        if num_tokens == TOKENS:
-            asked = [[sys.executable, __file__, "--peak", how] for how in ("sorted", "slots")]
-            peaks = [int(subprocess.run(a, capture_output=True, text=True, check=True).stdout) for a in asked]
-            memory = f"{peaks[0] / peaks[1]:.2f}"
-        print(f"| {num_tokens} | {d} | {ffn} | {statistics.median(times[:, 0] / times[:, 1]):.2f} | {memory} |")
+    print("\n| D | F | time | memory |\n|---|---|---|---|")
+    d, ffn = WIDTHS[0]
+    runs = [without_limit(sorts_rows, d, ffn) for sorts_rows in (True, False)]
+    for run in runs:
+        seconds(*run)
+    times = np.array([[seconds(*run) for run in runs] for _ in range(REPEATS // 3)])
+    asked = [[sys.executable, __file__, "--peak", how] for how in ("sorted", "slots")]
+    peaks = [int(subprocess.run(a, capture_output=True, text=True, check=True).stdout) for a in asked]
+    print(f"| {d} | {ffn} | {statistics.median(times[:, 0] / times[:, 1]):.2f} | {peaks[0] / peaks[1]:.2f} |")
 
 
 def main():

@@ -17,6 +17,9 @@ ONE_TENSOR, BY_ROWS, BY_SUMMED_ROWS, COUNTS = 3, 0, 2, 1
 """Settings of GroupedMatmulV4: split_item (one result), group_type (groups of rows; of the rows that are summed, for the
 gradient of weights), group_list_type (groups given by their lengths)."""
 
+FEW_TOKENS = 32
+"""Number of tokens up to which NumPy's grouped product is slower (benchmarks/results/moe.md)."""
+
 
 def of_gradient(operator):
     """Mark an operator of a `bprop`, which MindSpore does not tell from those of the forward pass."""
@@ -24,10 +27,12 @@ def of_gradient(operator):
 
 
 @ops.constexpr
-def computes_groups(wanted):
-    """Whether rows are sorted by expert, if `wanted`: GPUs have no grouped product, so each expert has capacity for all
-    tokens."""
-    return wanted and ms.get_context("device_target") != "GPU"
+def computes_groups(wanted, has_operator, num_tokens):
+    """Whether rows are sorted by expert, if `wanted`. Not on GPUs, which have no grouped product, nor for few tokens on one
+    CPU device, where NumPy gets a copy of all matrices: there each expert has capacity for all tokens."""
+    target = ms.get_context("device_target")
+    is_slow = target == "CPU" and not has_operator and num_tokens <= FEW_TOKENS
+    return wanted and target != "GPU" and not is_slow
 
 
 @ops.constexpr

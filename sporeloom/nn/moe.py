@@ -154,7 +154,8 @@ class MoE(nn.Cell, CountingCell, ExpertCell):
             probs = self.probs_by_group(probs, (count, length, self.settings.num_experts))  # (N, E) -> (G, L, E)
             choices = self.choices(ops.stop_gradient(probs))  # (G, L, k)
         chosen, of_all, one_hot = self.assigned(choices, is_choice)
-        is_sorted, place, owners = capacity >= length and computes_groups(self.sorts_rows), None, None
+        has_operator, place, owners = self.experts.up.grouped.operator_on_cpu, None, None
+        is_sorted = capacity >= length and computes_groups(self.sorts_rows, has_operator, count * length)
         if is_sorted:
             kept = _ones(count, self.chosen * length) if is_choice is None else is_choice
         else:

@@ -20,7 +20,7 @@ from sporeloom.runtime.cpu.grouped import exchange_grouped_products
 from sporeloom.runtime.spmd.compile import compile_for_one_device
 
 ms.set_context(mode=ms.GRAPH_MODE)
-BATCH, LENGTH, WIDTH, FFN = 2, 12, 16, 24
+BATCH, LENGTH, WIDTH, FFN = 2, 20, 16, 24
 ROUTERS = {
     "softmax": {"num_experts": 6, "experts_per_token": 2, "balance_loss": 0.1, "router_z_loss": 0.01},
     "sigmoid": {"num_experts": 4, "experts_per_token": 3, "router": "sigmoid", "normalize": "before_drop"},
@@ -66,7 +66,7 @@ def computed(layer):
     x = Tensor(rng.normal(size=(BATCH * LENGTH, WIDTH)).astype(np.float32))
     tokens = Tensor(rng.integers(0, 64, (BATCH, LENGTH)).astype(np.int32))
     is_token = np.ones((BATCH, LENGTH), np.float32)
-    is_token[1, 8:] = 0
+    is_token[1, 13:] = 0
     counts = is_token.sum(1)
     groups = (Tensor(is_token), Tensor(counts), Tensor(counts[:, None].astype(np.int32)))
     weights = ms.ParameterTuple(layer.trainable_params())

@@ -22,7 +22,7 @@ FEW_TOKENS = 32
 
 
 def of_gradient(operator):
-    """Mark an operator of a `bprop`, which MindSpore does not tell from those of the forward pass."""
+    """Mark an operator of a `bprop`, which MindSpore does not distinguish from those of the forward pass."""
     return operator.add_prim_attr("is_backward", True)
 
 
@@ -86,7 +86,7 @@ def _product_back(y, weight, counts):
 
 
 class OfRows(nn.Cell):
-    """What each row's expert has, (E, 1, out) -> (R, out), in `dtype`."""
+    """Values of the expert of each row, (E, 1, out) -> (R, out), in `dtype`."""
 
     def __init__(self):
         super().__init__()

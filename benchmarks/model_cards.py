@@ -138,9 +138,9 @@ plans. No figure is a measurement. `python benchmarks/model_cards.py` writes the
 **Training** is pretraining in bfloat16 with AdamW: the fastest strategy of `sporeloom plan` with the
 card's numbers, as above. The interval is that of measured step times around the predicted one
 ([intervals](#intervals)). Times leave out multi-token prediction, the indexer of sparse attention
-and residual streams; memory counts their parameters only. Without a `capacity_factor`, experts have
-capacity for all tokens and compute E / k rows for each that they get
-([What is dropped](../how-to/experts.md#what-is-dropped)): where that is more than twice the rows,
+and residual streams; memory counts their parameters only. Without a `capacity_factor`, experts that
+are sharded over ep have capacity for all tokens and compute E / k rows for each that they get
+([Dropless experts](../how-to/experts.md#dropless-experts)): where that is more than twice the rows,
 the card plans the model a second time with `capacity_factor` {CAPACITY_FACTOR}.
 
 **Serving** is the memory of weights and KV cache on each device, for {ROWS} sequences of {SERVED_TOKENS:,} tokens
@@ -207,7 +207,7 @@ def training_row(card: Card, cluster: str, capacity_factor: float | None = None)
 
 def training(card: Card) -> str:
     rows = [training_row(card, cluster) for cluster in CLUSTERS]
-    if card.config.experts and of_decoder(card.config).expert_rows > TOO_MANY_ROWS:
+    if card.config.experts and of_decoder(card.config).computed_rows(ep=2) > TOO_MANY_ROWS:
         rows += [training_row(card, cluster, CAPACITY_FACTOR) for cluster in CLUSTERS]
     heads = ("cluster", "step", "interval", "tokens/s", "MFU", "memory", "strategy")
     said = f"Training on {card.devices} devices, {card.batch} sequences of {card.seq_len} tokens a step:"

@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a layer of experts costs on one CPU process beside the products in it: a forward and backward pass of both, in turn.
 
-8 experts, 2 for each token, one sequence of 512 tokens, capacity factor 1: each expert has 128 rows.
+8 experts, 2 for each token, one sequence of 512 tokens, capacity factor 1: each expert has 128 rows. And without a capacity
+limit (16 experts, 2 for each token): experts that compute their own rows, as a part of the time and memory of experts with
+capacity for all tokens.
 """
 
+import re
 import statistics
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import mindspore as ms
 import numpy as np
@@ -63,22 +69,64 @@ def seconds(step, inputs):
     return time.perf_counter() - start
 
 
+def config_of(d, ffn, num_experts, capacity_factor):
+    experts = {"num_experts": num_experts, "experts_per_token": 2, "normalize": "before_drop"}
+    return ModelConfig(
+        vocab_size=64,
+        hidden_size=d,
+        num_layers=1,
+        num_heads=1,
+        ffn_hidden_size=ffn,
+        dropout_rate=0.0,
+        query_layer=False,
+        experts={**experts, "capacity_factor": capacity_factor, "balance_loss": 0.01, "router_z_loss": 0.001},
+    )
+
+
+def peak_kb(sorts_rows, d, ffn):
+    """Resident memory at the peak of a process that computes the layer, less that before its first step."""
+    step, inputs = without_limit(sorts_rows, d, ffn)
+    before = peak_of_process()
+    seconds(step, inputs)
+    return peak_of_process() - before
+
+
+def peak_of_process():
+    """Resident memory of this process at its peak so far, in KB (Linux)."""
+    return int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1])
+
+
+def without_limit(sorts_rows, d, ffn):
+    """A step of experts without a capacity limit, and its inputs."""
+    layer = Layer(config_of(d, ffn, 16, None)).set_train()
+    layer.layer.sorts_rows = sorts_rows
+    x = np.random.default_rng(0).normal(size=(TOKENS, d)).astype(np.float32)
+    tokens, shares = np.zeros((1, TOKENS), np.int32), np.ones(1, np.float32)
+    return Step(layer), [Tensor(each) for each in (x, tokens, shares)]
+
+
+def dropless():
+    """Time and memory of experts that compute their own rows, relative to experts with capacity for all tokens."""
+    print("\n| D | F | time | memory |\n|---|---|---|---|")
+    d, ffn = WIDTHS[0]
+    runs = [without_limit(sorts_rows, d, ffn) for sorts_rows in (True, False)]
+    for run in runs:
+        seconds(*run)
+    times = np.array([[seconds(*run) for run in runs] for _ in range(REPEATS // 3)])
+    asked = [[sys.executable, __file__, "--peak", how] for how in ("sorted", "slots")]
+    peaks = [int(subprocess.run(a, capture_output=True, text=True, check=True).stdout) for a in asked]
+    print(f"| {d} | {ffn} | {statistics.median(times[:, 0] / times[:, 1]):.2f} | {peaks[0] / peaks[1]:.2f} |")
+
+
 def main():
     ms.set_device("CPU")
     ms.set_context(mode=ms.GRAPH_MODE)
+    if "--peak" in sys.argv:
+        print(peak_kb(sys.argv[-1] == "sorted", *WIDTHS[0]))
+        return
     print("| D | F | products | layer | layer / products |\n|---|---|---|---|---|")
     for d, ffn in WIDTHS:
-        experts = {"num_experts": 8, "experts_per_token": 2, "capacity_factor": 1.0, "normalize": "before_drop"}
-        config = ModelConfig(
-            vocab_size=64,
-            hidden_size=d,
-            num_layers=1,
-            num_heads=1,
-            ffn_hidden_size=ffn,
-            dropout_rate=0.0,
-            query_layer=False,
-            experts={**experts, "balance_loss": 0.01, "router_z_loss": 0.001},
-        )
+        config = config_of(d, ffn, 8, 1.0)
         rng = np.random.default_rng(0)
         x = Tensor(rng.normal(size=(TOKENS, d)).astype(np.float32))
         rows = Tensor(rng.normal(size=(8, TOKENS * 2 // 8, d)).astype(np.float32))
@@ -90,6 +138,7 @@ def main():
         products, layer = (statistics.median(column) for column in times.T)
         ratio = statistics.median(times[:, 1] / times[:, 0])
         print(f"| {d} | {ffn} | {1e3 * products:.0f} ms | {1e3 * layer:.0f} ms | {ratio:.2f} |")
+    dropless()
 
 
 if __name__ == "__main__":

@@ -35,6 +35,8 @@ PRODUCTS: dict[str, Multiplications] = {
     "Conv3DBackpropInput": lambda _, filters, gradient: math.prod(gradient) * math.prod(filters[1:]),
     "Conv2DBackpropFilter": lambda out, gradient, _: math.prod(gradient) * math.prod(out[1:]),
     "Conv3DBackpropFilter": lambda out, _, gradient: math.prod(gradient) * math.prod(out[1:]),
+    # Rows (R, K) with the matrix of their group (E, K, N), or the gradient of the latter: (K, R) with (R, N).
+    "GroupedMatmulV4": lambda _, first, second: math.prod(first) * second[-1],
 }
 FLASH_PRODUCTS = {"FlashAttentionScore": 2, "FlashAttentionScoreGrad": 5}
 """Number of products of all queries with all keys: the gradient's kernel recomputes the scores."""
@@ -150,7 +152,7 @@ def _tensors(node: Node) -> list[Name]:
 def product_flops(node: Node, types: Mapping[Name, TensorType]) -> int:
     """FLOPs of a matrix product or convolution."""
     (out, *_) = (type.shape for type in node.types if type is not None)
-    first, second = (types[name].shape if name in types else () for name in _tensors(node)[:2])
+    first, second = (types[name].shape if name in types else () for name in list(node.flat_inputs())[:2])
     return 2 * PRODUCTS[node.kind](out, first, second)
 
 

@@ -15,6 +15,21 @@ class FlashCell:
     """Whether graphs for CPUs have FlashAttention, too: set for several processes, whose graphs are those of devices."""
 
 
+class GroupedProductCell:
+    """A product of groups of rows, each with its own matrix."""
+
+    operator_on_cpu: bool = False
+    """Whether graphs for CPUs have GroupedMatmul, too: set for several processes, whose graphs are those of devices."""
+
+
+class ExpertCell:
+    """A part with experts."""
+
+    sorts_rows: bool = True
+    """Whether experts without a capacity limit compute their own rows alone. Else each has capacity for all tokens: so it
+    is where experts are sharded, whose rows are exchanged in equal parts."""
+
+
 class HeadCopier:
     """Attention with fewer heads of keys and values than of queries."""
 

@@ -25,6 +25,25 @@ def _tokens(chosen, length):
     return Tensor(np.tile(np.arange(length, dtype=np.int32), chosen))
 
 
+class AssignedExperts(nn.Cell):
+    """Experts of the choices (G, L, k) in their order, first choices of all tokens before second ones, (G, k*L); as one-hot
+    (G, k*L, E); and the same with 0 where a choice is that of padding (`is_choice` (G, k*L) is 0)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.experts, self.chosen = config.mixture.num_experts, config.mixture.experts_per_token
+        self.by_choice, self.in_order, self.one_hot = ops.Transpose(), ops.Reshape(), ops.OneHot(axis=-1)
+        self.each, self.leave_out = ops.ExpandDims(), ops.Mul()
+        self.on, self.off = Tensor(1.0, mstype.float32), Tensor(0.0, mstype.float32)
+
+    def construct(self, choices, is_choice=None):
+        groups, length, _ = choices.shape
+        chosen = self.by_choice(choices, (0, 2, 1))  # (G, L, k) -> (G, k, L)
+        chosen = self.in_order(chosen, (groups, self.chosen * length))  # (G, k*L)
+        of_all = self.one_hot(chosen, self.experts, self.on, self.off)  # (G, k*L, E)
+        return chosen, of_all, of_all if is_choice is None else self.leave_out(of_all, self.each(is_choice, 2))
+
+
 class DispatchIndices(nn.Cell):
     """Slot of each choice at its expert, and the choice in each slot.
 
@@ -38,9 +57,11 @@ class DispatchIndices(nn.Cell):
         tokens         (E, C + 1)  a b c | b c . | a . .          written at the slots; the last column is cut off
         owners         (E*C,)      a b b c a .                    the row that each expert computes at each place
 
+    Takes what `AssignedExperts` gives.
+
     Returns:
-        choices in their order, (G, k*L); their experts as one-hot, (G, k*L, E); places, (G, k*L), counted also beyond the
-        capacity; whether they are kept, (G, k*L); owners, (G, E*C), any token where there is none.
+        places, (G, k*L), counted also beyond the capacity; whether choices are kept, (G, k*L); owners, (G, E*C), any token
+        where there is none.
 
     `is_choice` (G, k*L): 0 where a choice is that of padding, whose one-hot is 0 and which is never kept. `limit` (G, 1):
     how many are kept of a group, where that is fewer than the capacity that shapes have.
@@ -49,26 +70,23 @@ class DispatchIndices(nn.Cell):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.experts, self.chosen = config.mixture.num_experts, config.mixture.experts_per_token
-        self.by_choice, self.in_order = ops.Transpose(), ops.Reshape()
-        self.one_hot, self.running = ops.OneHot(axis=-1), ops.CumSum()
+        self.running = ops.CumSum()
         self.before, self.own, self.own_sum = ops.Sub(), ops.Mul(), ops.ReduceSum()
         self.to_place, self.is_kept, self.clip = ops.Cast(), ops.Less(), ops.Minimum()
         self.first_place, self.slot = ops.Mul(), ops.Add()
         self.count, self.forget, self.expand, self.shape_places = ops.ReduceSum(), ops.Mul(), ops.Reshape(), ops.Add()
         self.to_index, self.flat, self.write = ops.Cast(), ops.Reshape(), ops.TensorScatterElements(axis=1)
         self.owners, self.share, self.cut, self.join = ops.Mul(), ops.Add(), ops.StridedSlice(), ops.Reshape()
-        self.each, self.leave_out, self.is_within = ops.ExpandDims(), ops.Mul(), ops.Less()
-        self.is_padding, self.times_capacity, self.put_last = ops.Sub(), ops.Mul(), ops.Add()
-        self.on, self.off = Tensor(1.0, mstype.float32), Tensor(0.0, mstype.float32)
+        self.is_within, self.is_padding, self.times_capacity, self.put_last = (
+            ops.Less(),
+            ops.Sub(),
+            ops.Mul(),
+            ops.Add(),
+        )
 
-    def construct(self, choices, capacity, is_choice=None, limit=None):
-        groups, length, _ = choices.shape
+    def construct(self, chosen, one_hot, capacity, is_choice=None, limit=None):
+        groups, length = chosen.shape[0], chosen.shape[1] // self.chosen
         places = capacity + 1  # the last one of each expert takes what is dropped
-        chosen = self.by_choice(choices, (0, 2, 1))  # (G, L, k) -> (G, k, L)
-        chosen = self.in_order(chosen, (groups, self.chosen * length))  # (G, k*L)
-        one_hot = self.one_hot(chosen, self.experts, self.on, self.off)  # (G, k*L, E)
-        if is_choice is not None:
-            one_hot = self.leave_out(one_hot, self.each(is_choice, 2))
 
         # Place: how many choices before this one are of the same expert.
         before = self.before(self.running(one_hot, 1), 1.0)  # (G, k*L, E)
@@ -86,7 +104,7 @@ class DispatchIndices(nn.Cell):
         owners = self.write(self.flat(empty, (groups, self.experts * places)), slot, tokens)  # (G, E * (C + 1))
         owners = self.expand(owners, (groups, self.experts, places))
         owners = self.cut(owners, (0, 0, 0), (groups, self.experts, capacity), (1, 1, 1))  # (G, E, C)
-        return chosen, one_hot, place, kept, self.join(owners, (groups, self.experts * capacity))
+        return place, kept, self.join(owners, (groups, self.experts * capacity))
 
 
 class CombineWeights(nn.Cell):

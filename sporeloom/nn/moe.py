@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixture of experts in place of an MLP: router, dispatch, experts, combine.
 
-Shapes: N rows (B*T), D hidden; tokens are counted in G groups of L neighbours (N = G*L); E experts, each with room for C
-tokens of a group; k choices of a token. Groups come from the configuration, so what is dropped is the same on every mesh.
+Shapes: N rows (B*T), D hidden; tokens are counted in G groups of L neighbours (N = G*L); E experts, each with capacity
+for C tokens of a group; k choices of a token. Groups come from the configuration, so what is dropped is the same on
+every mesh.
+Where nothing is dropped, rows are sorted by expert instead (`sporeloom.nn.dropless`).
 Padding does not count as tokens: it takes no capacity, and no loss or count includes it (`is_token` (G, L), 1 or 0).
 
 Source: arXiv:2101.03961 (Switch: capacity, load-balancing loss), arXiv:2006.16668 (GShard: all first choices before all
@@ -13,10 +15,11 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore import dtype as mstype
 
-from sporeloom.models.cells import CountingCell
+from sporeloom.models.cells import CountingCell, ExpertCell
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.parts.spec import ParameterSpecs
-from sporeloom.nn.dispatch import CombineWeights, DispatchIndices
+from sporeloom.nn.dispatch import AssignedExperts, CombineWeights, DispatchIndices
+from sporeloom.nn.dropless import GroupedProduct, OfRows, Permute, SortedRows, computes_groups
 from sporeloom.nn.dropout import Dropout
 from sporeloom.nn.mlp import ACTIVATIONS, build_mlp
 from sporeloom.nn.parameter import declared_parameter
@@ -35,18 +38,26 @@ def _numbers_alike(count, number):
 
 
 class ExpertLinear(nn.Cell):
-    """y = x W^T + b for each expert: (E, R, in) -> (E, R, out), with W (E, out, in) and b (E, 1, out)."""
+    """y = x W^T + b for each expert, with W (E, out, in) and b (E, 1, out): rows (E, R, in) -> (E, R, out); or sorted rows
+    (R, in) -> (R, out), with the number of each expert's, (E,), and the expert of each, (R,)."""
 
     def __init__(self, specs: ParameterSpecs, dtype: mstype.Type):
         super().__init__()
         self.weight = declared_parameter(specs["weight"])
         self.matmul, self.cast, self.dtype = ops.BatchMatMul(transpose_b=True), ops.Cast(), dtype
+        self.grouped = GroupedProduct()
         self.has_bias = "bias" in specs
         if self.has_bias:
             self.bias = declared_parameter(specs["bias"])
-            self.bias_add = ops.Add()
+            self.bias_add, self.of_rows, self.row_bias_add = ops.Add(), OfRows(), ops.Add()
 
-    def construct(self, x):
+    def construct(self, x, counts=None, experts=None):
+        if counts is not None:
+            y = self.grouped(x, self.cast(self.weight, self.dtype), counts)
+            if self.has_bias:
+                bias = self.of_rows(self.bias, experts, self.dtype)
+                y = self.row_bias_add(y, bias)
+            return y
         y = self.matmul(x, self.cast(self.weight, self.dtype))
         if self.has_bias:
             y = self.bias_add(y, self.cast(self.bias, self.dtype))
@@ -54,7 +65,7 @@ class ExpertLinear(nn.Cell):
 
 
 class ExpertMLPs(nn.Cell):
-    """The MLP of each expert on its own rows, (E, R, D) -> (E, R, D)."""
+    """The MLP of each expert on its own rows, (E, R, D) -> (E, R, D), or sorted ones (see `ExpertLinear`)."""
 
     def __init__(self, config: ModelConfig, specs: ParameterSpecs, dtype: mstype.Type):
         super().__init__()
@@ -66,14 +77,14 @@ class ExpertMLPs(nn.Cell):
         self.activation = ACTIVATIONS[config.activation]()
         self.down = ExpertLinear(specs.within("down"), dtype)
 
-    def construct(self, x):
-        y = self.activation(self.gate(x) if self.is_gated else self.up(x))
+    def construct(self, x, counts=None, experts=None):
+        y = self.activation(self.gate(x, counts, experts) if self.is_gated else self.up(x, counts, experts))
         if self.is_gated:
-            y = self.gate_mul(y, self.up(x))
-        return self.down(y)
+            y = self.gate_mul(y, self.up(x, counts, experts))
+        return self.down(y, counts, experts)
 
 
-class MoE(nn.Cell, CountingCell):
+class MoE(nn.Cell, CountingCell, ExpertCell):
     """Each token's k experts, weighted, and the shared one: (N, D) -> (N, D).
 
     With `shares`, where a model learns from plain text, also the losses of the router, (1,) (see `RouterLosses`), and while
@@ -95,13 +106,15 @@ class MoE(nn.Cell, CountingCell):
             self.router = Router(config, specs.within("router"))
             self.choices = TopKRouter(config, specs.within("choices"))
             self.losses, self.weights = RouterLosses(config), CombineWeights(config, specs.within("weights"))
-        self.places = DispatchIndices(config)
+        self.assigned, self.places = AssignedExperts(config), DispatchIndices(config)
         self.expand_tokens, self.each_choice, self.in_order = ops.ExpandDims(), ops.Mul(), ops.Reshape()
         self.by_group, self.probs_by_group = ops.Reshape(), ops.Reshape()
         self.dispatch, self.split = ops.Gather(1), ops.Reshape()
         self.to_experts, self.rows = ops.Transpose(), ops.Reshape()
         self.experts = ExpertMLPs(config, specs.within("experts"), dtype)
         self.unrows, self.from_experts, self.merge = ops.Reshape(), ops.Transpose(), ops.Reshape()
+        self.order, self.by_expert, self.by_token = SortedRows(), Permute(), Permute()
+        self.each_row, self.copy, self.flat, self.unflat = ops.ExpandDims(), ops.Tile(), ops.Reshape(), ops.Reshape()
         self.first_place, self.clip, self.slot = ops.Mul(), ops.Minimum(), ops.Add()
         self.collect, self.to_weight, self.expand = ops.Gather(1), ops.Cast(), ops.ExpandDims()
         self.to_dtype, self.weigh, self.by_choice, self.add_up = ops.Cast(), ops.Mul(), ops.Reshape(), ops.ReduceSum()
@@ -140,15 +153,25 @@ class MoE(nn.Cell, CountingCell):
             probs, logits = self.router(a)
             probs = self.probs_by_group(probs, (count, length, self.settings.num_experts))  # (N, E) -> (G, L, E)
             choices = self.choices(ops.stop_gradient(probs))  # (G, L, k)
-        chosen, one_hot, place, kept, owners = self.places(choices, capacity, is_choice, limit)
-        kept = self.to_weight(kept, mstype.float32)
+        chosen, of_all, one_hot = self.assigned(choices, is_choice)
+        has_operator, place, owners = self.experts.up.grouped.operator_on_cpu, None, None
+        is_sorted = capacity >= length and computes_groups(self.sorts_rows, has_operator, count * length)
+        if is_sorted:
+            kept = _ones(count, self.chosen * length) if is_choice is None else is_choice
+        else:
+            place, kept, owners = self.places(chosen, one_hot, capacity, is_choice, limit)
+            kept = self.to_weight(kept, mstype.float32)
         weights = kept if self.is_hashed else self.weights(probs, one_hot, kept)
         if shares is not None and not self.is_hashed:
             losses = self.losses(probs, logits, one_hot, shares, is_token, num_tokens)
         if self.counts and shares is not None:
             counted = self.counter(one_hot, kept, probs, is_choice, is_token)
             losses = counted if losses is None else self.counts_add(losses, counted)
-        y = self.through_experts(a, weights, chosen, place, owners, (count, length, capacity))
+        if is_sorted:
+            y = self.through_sorted(a, chosen, of_all, (count, length))
+        else:
+            y = self.through_slots(a, chosen, place, owners, (count, length, capacity))
+        y = self.combine(y, weights, (count, length))
         if self.has_shared:
             y = self.shared_add(y, self.shared(a, dropout_keys))
         return self.dropout(y, dropout_keys), losses
@@ -158,8 +181,18 @@ class MoE(nn.Cell, CountingCell):
         is_choice = self.each_choice(self.expand_tokens(is_token, 1), _ones(self.chosen, 1))  # (G, k, L)
         return self.in_order(is_choice, (groups, self.chosen * length))
 
-    def through_experts(self, x, weights, chosen, place, owners, sizes):
-        """Dispatch rows (N, D) to their experts and combine the results, weighted."""
+    def through_sorted(self, x, chosen, one_hot, sizes):
+        """Results of the choices of rows (N, D), (G, k*L, D): each expert computes its own rows."""
+        groups, length = sizes
+        d = self.hidden_size
+        order, rows, experts, counts = self.order(chosen, one_hot)
+        y = self.each_row(self.by_group(x, (groups, length, d)), 1)  # (G, 1, L, D)
+        y = self.flat(self.copy(y, (1, self.chosen, 1, 1)), (groups * self.chosen * length, d))  # (R, D)
+        y = self.by_token(self.experts(self.by_expert(y, order, rows), counts, experts), rows, order)
+        return self.unflat(y, (groups, self.chosen * length, d))
+
+    def through_slots(self, x, chosen, place, owners, sizes):
+        """Results of the choices of rows (N, D), (G, k*L, D): each expert computes `capacity` rows of each group."""
         groups, length, capacity = sizes
         experts, d = self.settings.num_experts, self.hidden_size
         y = self.dispatch(self.by_group(x, (groups, length, d)), owners, 1)  # (G, E*C, D)
@@ -167,7 +200,12 @@ class MoE(nn.Cell, CountingCell):
         y = self.experts(self.rows(y, (experts, groups * capacity, d)))  # (E, G*C, D)
         y = self.from_experts(self.unrows(y, (experts, groups, capacity, d)), (1, 0, 2, 3))  # (G, E, C, D)
         slot = self.slot(self.first_place(chosen, capacity), self.clip(place, capacity - 1))  # (G, k*L)
-        y = self.collect(self.merge(y, (groups, experts * capacity, d)), slot, 1)  # (G, k*L, D)
+        return self.collect(self.merge(y, (groups, experts * capacity, d)), slot, 1)  # (G, k*L, D)
+
+    def combine(self, y, weights, sizes):
+        """Add up the results of each token's choices, weighted: (G, k*L, D) -> (N, D)."""
+        groups, length = sizes
+        d = self.hidden_size
         y = self.weigh(y, self.expand(self.to_dtype(weights, self.dtype), 2))
         y = self.add_up(self.by_choice(y, (groups, self.chosen, length, d)), 1)  # (G, k, L, D) -> (G, L, D)
         return self.output(y, (-1, d))  # (N, D)

@@ -10,7 +10,7 @@ from mindspore import nn
 
 from sporeloom.core.errors import ConfigError
 from sporeloom.mindspore_compat.names import NO_PARTITIONER, GradAccumulation, MicroBatchInterleaved, numpy_type
-from sporeloom.models.cells import FlashCell, HeadCopier, TyingCell
+from sporeloom.models.cells import ExpertCell, FlashCell, GroupedProductCell, HeadCopier, TyingCell
 from sporeloom.models.paths import path_matches
 from sporeloom.parallel.layers import layers_of, matching_cells
 from sporeloom.parallel.operators import Operator, operators, parameter_uses
@@ -56,6 +56,10 @@ def parallelize(net: nn.Cell, strategy: Strategy, whole: bool = True) -> Report:
             cell.repeats_heads = bool(group_parts)
         if isinstance(cell, FlashCell):
             cell.flash_on_cpu = shards_itself(strategy)
+        if isinstance(cell, GroupedProductCell):
+            cell.operator_on_cpu = shards_itself(strategy)
+        if isinstance(cell, ExpertCell):
+            cell.sorts_rows = shards_itself(strategy) and strategy.mesh.ep == 1
     wants_layers = strategy.rules.layers or strategy.mesh.pp > 1 or strategy.recompute or strategy.offload
     layers = layers_of(net, strategy.rules.layers) if wants_layers else []
     _check(net, strategy, rules, layers, whole)

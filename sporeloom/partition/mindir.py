@@ -145,11 +145,14 @@ class _Reader:
         if kind in ORDERING:
             inputs = tuple(item for each in proto.input for item in self.awaited(each))
         path = attributes.get("path", "")
-        scope = self.scope(proto, outputs[0])
+        scope = self.scope(proto, outputs[0], bool(attributes.get("is_backward")))
         return Node(kind, inputs, outputs, types, attributes, path, None, proto, scope=scope)
 
-    def scope(self, proto: mind_ir.NodeProto, name: Name) -> Scope:
-        """Derive the scope from the domain, `Default/NAME-CLASS/.../OPERATOR-op0`, and from MindSpore's operator ids."""
+    def scope(self, proto: mind_ir.NodeProto, name: Name, is_backward: bool = False) -> Scope:
+        """Derive the scope from the domain, `Default/NAME-CLASS/.../OPERATOR-op0`, and from MindSpore's operator ids.
+
+        `is_backward`: a Cell's `bprop` has it, whose domain is like that of its `construct`.
+        """
         numbers = {each.name: each.s for each in proto.primal_attr}
         if "unique_id" in numbers:
             self.forward.setdefault(numbers["unique_id"], name)
@@ -158,7 +161,7 @@ class _Reader:
         first = self.repeated.setdefault(marks["recompute_id"], name) if "recompute_id" in marks else ""
         again = first if "duplicated" in marks else ""
         place, *names = proto.domain.split("/")
-        is_gradient = place == "Gradients"
+        is_gradient = is_backward or place == "Gradients"
         cell = "" if is_gradient else ".".join(each.rpartition("-")[0] for each in names[:-1])
         return Scope(cell, is_gradient or "duplicated" in marks, name, forward, again)
 

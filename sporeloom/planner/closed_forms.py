@@ -278,7 +278,8 @@ def _expert_traffic(dims: Dimensions, job: Parallelism, stage: int, again: int) 
     layers, with_experts = job.stages(dims.num_layers)[stage], job.expert_layers(dims)[stage]
     if not dims.num_experts:
         return found
-    room = min(dims.seq_len, math.ceil(dims.experts_per_token * dims.seq_len * dims.expert_rows / dims.num_experts))
+    computed = dims.experts_per_token * dims.seq_len * dims.computed_rows(job.ep)
+    room = min(dims.seq_len, math.ceil(computed / dims.num_experts))
     rows = job.num_microbatches * dims.num_experts * room * job.microbatch
     moved = with_experts * rows * dims.hidden_size * job.activation_bytes
     for kind, times in (("AlltoAll", 2 * (job.ep > 1)), ("AllReduce", int(job.tp > 1))):

@@ -71,7 +71,9 @@ class Dimensions(Widths):
     router_losses: Natural = 0
     """Number of losses of a layer's router: 0 to 2."""
     expert_rows: Positive = 1.0
-    """Computed rows per row that experts get: the capacity factor; E / k without a capacity limit."""
+    """Computed rows per row that experts get: the capacity factor; 1 without a capacity limit (see `computed_rows`)."""
+    dropless: bool = False
+    """Experts have no capacity limit."""
     expert_imbalance: Positive = 1.0
     """Rows of the busiest rank's experts, relative to perfect balance. With fixed shapes, as here, it is 1."""
     attention_matrices: Natural = 0
@@ -122,6 +124,11 @@ class Dimensions(Widths):
         if not self.num_experts:
             return self, self
         return dataclasses.replace(self, expert_layers=0), dataclasses.replace(self, expert_layers=self.num_layers)
+
+    def computed_rows(self, ep: int) -> float:
+        """Computed rows per row that experts get: E / k if ranks exchange the rows of experts without a capacity limit, each
+        of which then has capacity for all tokens."""
+        return self.num_experts / self.experts_per_token if self.dropless and ep > 1 else self.expert_rows
 
     @property
     def expert_share(self) -> float:
@@ -289,6 +296,8 @@ def _of_experts(config: ModelConfig, has_drops: bool) -> dict[str, Any]:
     if mixture is None:
         return {}
     room_for_all = mixture.num_experts / mixture.experts_per_token
+    factor = mixture.capacity_factor if has_drops else None
+    dropless = factor is None or factor >= room_for_all
     return {
         "num_experts": mixture.num_experts,
         "experts_per_token": mixture.experts_per_token,
@@ -300,7 +309,8 @@ def _of_experts(config: ModelConfig, has_drops: bool) -> dict[str, Any]:
         "router_sums": mixture.num_sums,
         "router_losses": mixture.num_losses,
         "expert_layers": sum(map(config.has_experts, range(config.num_layers))),
-        "expert_rows": min((has_drops and mixture.capacity_factor) or room_for_all, room_for_all),
+        "expert_rows": 1.0 if dropless else factor,
+        "dropless": dropless,
     }
 
 

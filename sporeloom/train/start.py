@@ -149,7 +149,7 @@ def start(run: Run) -> Training:
     if has_flash(net):
         training.say(f"attention: {_told_of_attention(engine, net)}")
     drops = isinstance(net, DecoderWithLoss) and net.has_router_losses
-    if (experts := run.model.experts) and experts.capacity_factor and not drops:
+    if (experts := run.model.experts) and experts.capacity_factor and not drops and run.strategy.mesh.ep > 1:
         more = run.seq_len / experts.capacity(run.seq_len)
         training.say(f"experts drop no token where models are compared: {more:.1f} times the work of capacity_factor")
     for line in split_lines(task.describe()):

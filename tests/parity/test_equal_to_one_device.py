@@ -50,17 +50,12 @@ CASES = [
     "pangu_pro_moe_tiny_ep2_pp2+moe+shallow",  # the last stage has no experts
     "pangu_pro_moe_tiny_ep2_tp2+moge+ep_over_tp+shallow",
     "pangu_switch_tiny_dp4_ep2_zero+moe+shallow",
-    "pangu_tiny_dp2_tp2_sp+latent+shallow",
-    "pangu_tiny_cp2_tp2+latent+shallow",
-    "pangu_tiny_dp2_tp2_zero+latent+shallow",
     "pangu_pro_moe_tiny_ep2_tp2+latent_moe+shallow",
     "pangu_pro_moe_tiny_ep2_tp2+sigma+shallow",  # texts of two domains
     "pangu_tiny_dp2_pp2+latent+shallow",  # multi-token prediction in the last stage
     "pangu_tiny_tp2_pp2_recompute+two+shallow",
     "pangu_tiny_dp2_pp2+zero_bubble_v+latent+shards",
-    "pangu_pro_moe_tiny_ep2_pp2+two_moe+shallow",
     "pangu_pro_moe_tiny_ep2_tp2+two_moe+ep_over_tp+shallow",
-    "pangu_pro_moe_tiny_ep2_tp2+two_moe+cp_for_tp+shallow",
     "pangu_pro_moe_tiny_ep2_tp2+moge+cp_for_tp+shallow",  # experts drop tokens
     "pangu_tiny_dp2_tp2_zero+accumulate+two+shallow",
     "pangu_tiny_dp2_tp2_zero+accumulate+latent_indexer+shallow",
@@ -69,6 +64,12 @@ CASES = [
     "pangu_tiny_tp2_pp2_recompute+latent_indexer+shallow",
     "pangu_pro_moe_tiny_ep2_pp2+two_moe_indexer+shallow",
     "pangu_pro_moe_tiny_ep2_tp2+two_moe_indexer+cp_for_tp+shallow",
+    "pangu_pro_moe_tiny_ep2_tp2+dropless+no_ep+shallow",  # each rank sorts its rows by expert
+    "pangu_pro_moe_tiny_ep2_tp2+dropless+shallow",  # experts exchange rows in equal parts
+    "pangu_pro_moe_tiny_ep2_tp2+dropless+no_ep+cp_for_tp+shallow",
+    "pangu_pro_moe_tiny_ep2_pp2+dropless+no_ep+shallow",
+    "pangu_switch_tiny_dp4_ep2_zero+again+accumulate+dropless+no_ep+shallow",
+    "pangu_pro_moe_tiny_ep2_tp2+two_moe+no_ep+shallow",
 ]
 IN_SHORT = [
     "pangu_tiny_dp2_tp2+clip+shallow",
@@ -76,6 +77,7 @@ IN_SHORT = [
     "pangu_tiny_dp2_tp2_sp+dropout+shallow",
     "pangu_tiny_dp2_cp2_ulysses+dropout+shallow",
     "pangu_pro_moe_tiny_ep2_tp2+moge+shallow",
+    "pangu_pro_moe_tiny_ep2_tp2+dropless+no_ep+shallow",
     "pangu_tiny_tp2_pp2+embedded+shallow",
     "pangu_tiny_dp2_pp2_zero+clip+shallow",
     "pangu_tiny_dp2_pp2+latent+shallow",
@@ -91,6 +93,7 @@ LIKE_WITHOUT = (
     "again",
     "shards",
     "ep_over_tp",
+    "no_ep",
     "cp_for_tp",
 )
 """Options of a mesh: one device is compared without them."""
@@ -145,7 +148,9 @@ def test_losses_and_gradient_norms_of_five_steps(results, case, optimizer):
             else:  # of experts: what each was given, and what was dropped
                 np.testing.assert_array_equal(row[:-1], expected_row[:-1])
     dropped = [row[-2] for counts in expected["counts"] for row in counts if len(row) > 1]
-    takes_all = {"latent_moe", "two_moe", "two_moe_indexer"} & set(case.split("+"))  # their experts have no capacity
+    takes_all = {"latent_moe", "two_moe", "two_moe_indexer", "dropless"} & set(
+        case.split("+")
+    )  # their experts have no capacity
     assert not dropped or any(dropped) != bool(takes_all)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import shared
 from golden_cases import importer, training_network
-from mindspore import Tensor, ops
+from mindspore import Tensor, nn, ops
 from safetensors.numpy import load_file
 
 from sporeloom.checkpoint.huggingface import export_published, import_published, open_published
@@ -98,13 +98,24 @@ def full_batch(golden, config):
     return [Tensor(a) for a in (*exact, *mtp_targets(exact, config.num_mtp_layers))]
 
 
+class Depths(nn.Cell):
+    """Logits of each depth, in one graph."""
+
+    def __init__(self, model):
+        super().__init__(auto_prefix=False)
+        self.model = model
+
+    def construct(self, tokens, positions, later):
+        return self.model.logits_of_depths(tokens, positions, later)[0]
+
+
 def check_depths(name, net, config, golden):
     inputs = full_batch(golden, config)
     tokens, depths = golden["input_ids"], config.num_mtp_layers
     later = [np.pad(tokens[:, d:], ((0, 0), (0, d)), constant_values=-1) for d in range(1, depths + 1)]
     positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape).astype(np.int32)
-    fed = Tensor(tokens.astype(np.int32)), Tensor(positions), [Tensor(a.astype(np.int32)) for a in later]
-    logits, _ = net.model.logits_of_depths(*fed)
+    fed = Tensor(tokens.astype(np.int32)), Tensor(positions), tuple(Tensor(a.astype(np.int32)) for a in later)
+    logits = Depths(net.model)(*fed)
     for depth in range(1, depths + 1):
         found = logits[depth].asnumpy().reshape(*tokens.shape, -1)[:, :-depth]
         np.testing.assert_allclose(found, golden[f"mtp_logits_{depth}"], rtol=0, atol=ATOL.get(name, 2e-4))

@@ -74,6 +74,7 @@ SIGMOID = {
     "routed_scaling_factor": 2.5,
     **BALANCED,
 }
+DROPLESS = {"num_experts": 4, "experts_per_token": 2, "ffn_hidden_size": 96, "balance_loss": 0.05, **BALANCED}
 SIGMA = {"num_experts": 4, "experts_per_token": 1, "router": "hash", "num_domains": 2, "capacity_factor": 2.0}
 MODELS = {
     "pangu": ("pangu", "tiny", {}),
@@ -89,6 +90,7 @@ MODELS = {
     "two_moe": ("pangu", "2_tiny", {"experts": SIGMOID, **OPENPANGU_2}),
     "latent_indexer": ("pangu", "ultra_moe_tiny", {"experts": None, "indexer": TRAINED_INDEXER}),
     "two_moe_indexer": ("pangu", "2_tiny", {"experts": SIGMOID, **OPENPANGU_2, "indexer": TRAINED_INDEXER}),
+    "dropless": ("pangu", "tiny", {"experts": DROPLESS}),
     "latent_moe": ("pangu", "ultra_moe_tiny", {"experts": GROUPS}),
     "sigma": ("pangu", "tiny", {"experts": SIGMA}),
 }
@@ -100,8 +102,8 @@ def train(path: str, options: list[str], out: str) -> None:
     `path`: a strategy file, or one_device. `options`: one of MODELS, and of clip, accumulate, copies, after_query, dropout,
     gpipe, seqpipe and zero_bubble_v (with virtual stages), offload, again (weights are gathered twice),
     shards (gradients of microbatches),
-    ep_over_tp (experts over all four ranks, each of them whole), cp_for_tp (sequences over what is tp in the file), and
-    shallow (2 layers, which compile in half the time).
+    ep_over_tp (experts over all four ranks, each of them whole), cp_for_tp (sequences over what is tp in the file), no_ep
+    (all experts on each rank), and shallow (2 layers, which compile in half the time).
     A pipeline has as many microbatches as stages, for the same reason.
     """
     strategy = SINGLE_DEVICE if path == "one_device" else load_strategy(path)
@@ -134,6 +136,8 @@ def train(path: str, options: list[str], out: str) -> None:
         strategy = dataclasses.replace(strategy, mesh=Mesh(dp=2, ep=4, tp=2))
     if "cp_for_tp" in options and strategy.mesh.size > 1:
         strategy = dataclasses.replace(strategy, mesh=Mesh(dp=2, ep=2, cp=2))
+    if "no_ep" in options and strategy.mesh.size > 1:
+        strategy = dataclasses.replace(strategy, mesh=dataclasses.replace(strategy.mesh, ep=1))
     if "copies" in options and strategy.mesh.size > 1:
         strategy = dataclasses.replace(strategy, micro_batch_interleave=2)
     accumulate, clip = 2 if "accumulate" in options else 1, 0.5 if "clip" in options else None

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 from sporeloom.partition.layout import NONE, ValueLayout
-from sporeloom.partition.operation import Handler, Operand, Operation, Plan
+from sporeloom.partition.operation import Handler, Operand, Operation, Plan, UnknownValueError
 from sporeloom.partition.operators.labelled import along
 from sporeloom.strategy.layout import Dim
 
@@ -126,10 +129,55 @@ def dense(op: Operation) -> Plan:
     return along(op, "* k, n k -> +k * n", (0, 1))
 
 
+COUNTS, GROUP_TYPE, LIST_TYPE = 8, 13, 14
+"""Inputs of GroupedMatmulV4: rows of each group, the grouped dim, and whether these are counts."""
+BY_ROWS, BY_SUMMED_ROWS = 0, 2
+
+
+def grouped_product(op: Operation) -> Plan:
+    """Rows (R, K), sorted by group, each times the matrix of its group (E, K, N) -> (R, N); or the gradient of the matrices,
+    (K, R) with (R, N) -> (E, K, N).
+
+    Rows are sharded by axes over which the rows of each group, (E,), are a partial sum: then they are those that a rank
+    has of each group. The matrices of all groups are on every rank.
+    """
+    x, w, counts = _only(op, 0), _only(op, 1), op.tensor(COUNTS)
+    kind, are_counts = int(op.constant(GROUP_TYPE)), int(op.constant(LIST_TYPE)) == 1
+    absent = all(op.constant(i) is None for i in (*range(2, COUNTS), *range(COUNTS + 1, COUNTS + 4)))
+    if kind not in (BY_ROWS, BY_SUMMED_ROWS) or not are_counts or not absent:
+        raise UnknownValueError(f"{op.kind}: another form than rows grouped by counts")
+    rows = tuple(itertools.takewhile(lambda axis: axis in counts.partial, x.dims[0 if kind == BY_ROWS else 1]))
+    (rows,) = op.fit([rows], (x.shape[0 if kind == BY_ROWS else 1],))
+    taken = frozenset(rows)
+    (n,) = op.fit([_without(w.dims[-1], taken)], (w.shape[-1],), taken)
+    inner = _agreed(x.dims[1], w.dims[1]) if kind == BY_ROWS else x.dims[0]
+    taken |= set(n)
+    (k,) = op.fit([_without(inner, taken)], (w.shape[1] if kind == BY_ROWS else x.shape[0],), taken)
+    of_counts = ValueLayout(((),), frozenset(rows))
+    if kind == BY_ROWS:
+        of_x, of_w, output = ValueLayout((rows, k)), ValueLayout(((), k, n)), ValueLayout((rows, n), frozenset(k))
+    else:
+        of_x, of_w, output = ValueLayout((k, rows)), ValueLayout((rows, n)), ValueLayout(((), k, n), frozenset(rows))
+    wanted: list[Any] = list(op.as_they_are({COUNTS: of_counts}))
+    wanted[:2] = (of_x,), (of_w,)
+    return Plan(tuple(wanted), (output,))
+
+
+def _only(op: Operation, index: int) -> Operand:
+    """The one tensor of an input that is a tuple."""
+    operands = op.operands[index]
+    if isinstance(operands, Operand):
+        return operands
+    if len(operands) != 1:
+        raise UnknownValueError(f"{op.kind}: several tensors in input {index + 1}")
+    return operands[0]
+
+
 HANDLERS: dict[str, Handler] = {
     "MatMul": matrix_product,
     "BatchMatMul": matrix_product,
     "MatMulExt": plain_product,
     "BatchMatMulExt": plain_product,
     "Dense": dense,
+    "GroupedMatmulV4": grouped_product,
 }

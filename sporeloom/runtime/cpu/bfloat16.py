@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from sporeloom.core.errors import ConfigError
 from sporeloom.mindspore_compat.names import mind_ir, type_to_type_id
+from sporeloom.runtime.cpu.pyfunc import kinds_of
 
 Array = NDArray[Any]
 NARROW, WIDE = mind_ir.TensorProto.BFLOAT16, mind_ir.TensorProto.FLOAT
@@ -88,7 +89,7 @@ def widen_bfloat16(model: mind_ir.ModelProto) -> Widened:
         ConfigError: an operator is set to return bfloat16 in an unsupported way.
     """
     done, graph = Widened(), model.graph
-    kinds = {f"REF::{p.name}": p.op_type for p in model.primitives}
+    kinds = kinds_of(model)  # no message has been exchanged yet
     for node in graph.node:
         if any(tensor.data_type == NARROW for tensor in _tensors(node)):
             done.values.add(node.output[0])
@@ -119,7 +120,7 @@ def widen_bfloat16(model: mind_ir.ModelProto) -> Widened:
     after: dict[str, list[mind_ir.NodeProto]] = {}
     for node in to_round:
         kind = kinds.get(node.op_type, node.op_type)
-        done.rounded["FlashAttention" if kind == "Custom" else kind] += 1  # no message has been exchanged yet
+        done.rounded[kind] += 1
         after[node.output[0]] = _rounding(node, f"REF::{cast.name}", narrow.output[0], wide.output[0])
     _put_behind(graph, after, [wide, narrow])
     return done

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sporeloom.mindspore_compat.names import mind_ir
-from sporeloom.runtime.cpu.pyfunc import add_pyfunc_primitive
+from sporeloom.runtime.cpu.pyfunc import add_pyfunc_primitive, kinds_of
 from sporeloom.runtime.places import place_of
 
 FLOATS = (mind_ir.TensorProto.FLOAT, mind_ir.TensorProto.FLOAT16, mind_ir.TensorProto.DOUBLE)
@@ -57,7 +57,7 @@ def inspect_nodes(
         make: (name of a node, kind and operator, or FROM_OTHERS for a message) -> function that copies its argument. It is
             called in topological order.
     """
-    kinds = {f"REF::{p.name}": p.op_type for p in model.primitives}
+    kinds = kinds_of(model)
     producers = {node.output[0]: node for node in model.graph.node}
     graph, looks, renamed = model.graph, list[mind_ir.NodeProto](), dict[str, str]()
     updates = _updates_of_parameters(model)
@@ -73,7 +73,6 @@ def inspect_nodes(
         look = mind_ir.NodeProto(input=[node.output[0]], output=[name], name=name, domain=node.domain)
         if kind == "TupleGetItem" and node.input[0] in producers:
             kind = kinds.get(producers[node.input[0]].op_type, kind)
-        kind = "FlashAttention" if kind == "Custom" else kind  # all others are messages
         what = FROM_OTHERS if node.output[0] in messages else f"{kind} of {place_of(node.domain)}"
         look.op_type = add_pyfunc_primitive(model, make(node.output[0], what))
         look.attribute.append(shape)

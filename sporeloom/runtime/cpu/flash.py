@@ -42,21 +42,21 @@ def exchange_flash_attention(model: mind_ir.ModelProto) -> None:
         source = nodes.get(node.input[0]) if node.op_type in items else None
         if source is None or source.op_type not in kinds:
             continue
-        kind, which = kinds[source.op_type], _constant(nodes[node.input[1]]).i
+        kind, which = kinds[source.op_type], constant_of(nodes[node.input[1]]).i
         places, scale = INPUTS[kind]
         _check(kind, source, nodes)
-        run = _function(kind, which, _constant(nodes[source.input[scale]]).f)
+        run = _function(kind, which, constant_of(nodes[source.input[scale]]).f)
         if run is None:  # the gradient of an input that is not given
             continue
-        node.op_type = add_pyfunc_primitive(model, run, len(places))
+        node.op_type = add_pyfunc_primitive(model, run, len(places), name="FlashAttention")
         node.input[:] = [source.input[place] for place in places]
-    _drop_unused(model)
+    drop_unused(model)
 
 
 def _check(kind: str, node: mind_ir.NodeProto, nodes: Mapping[str, mind_ir.NodeProto]) -> None:
     (*_, mask), scale = INPUTS[kind][0][:4], INPUTS[kind][1]
-    keep_prob, layout, mode = (_constant(nodes[node.input[scale + i]]) for i in (-1, 4, 5))
-    windows = (_constant(nodes[node.input[scale + i]]).i for i in (1, 2))
+    keep_prob, layout, mode = (constant_of(nodes[node.input[scale + i]]) for i in (-1, 4, 5))
+    windows = (constant_of(nodes[node.input[scale + i]]).i for i in (1, 2))
     is_plain = keep_prob.f == 1.0 and (layout.i, mode.i) == (BNSD, FULL_MASK) and min(windows) == ALL_POSITIONS
     absent = [_is_none(nodes.get(node.input[i])) for i in (*NONE[kind], mask)]
     if not is_plain or not all(absent[:-1]) or absent[-1]:
@@ -68,7 +68,7 @@ def _check(kind: str, node: mind_ir.NodeProto, nodes: Mapping[str, mind_ir.NodeP
 
 
 def _is_none(node: mind_ir.NodeProto | None) -> bool:
-    return node is not None and node.op_type == "Constant" and _constant(node).type == mind_ir.AttributeProto.NONE
+    return node is not None and node.op_type == "Constant" and constant_of(node).type == mind_ir.AttributeProto.NONE
 
 
 def attention(q: Array, k: Array, v: Array, hidden: Array, scale: float) -> Array:
@@ -128,11 +128,11 @@ def _probs(q: Array, k: Array, hidden: Array, scale: float) -> Array:
     return np.asarray(weights / weights.sum(-1, keepdims=True))
 
 
-def _constant(node: mind_ir.NodeProto) -> mind_ir.AttributeProto:
+def constant_of(node: mind_ir.NodeProto) -> mind_ir.AttributeProto:
     return next(attribute for attribute in node.attribute if attribute.name == "value")
 
 
-def _drop_unused(model: mind_ir.ModelProto) -> None:
+def drop_unused(model: mind_ir.ModelProto) -> None:
     nodes = {node.output[0]: node for node in model.graph.node}
     needed, stack = set[str](), [output.name for output in model.graph.output]
     while stack:

@@ -15,6 +15,7 @@ import numpy as np
 from sporeloom.mindspore_compat.names import mind_ir
 from sporeloom.runtime.cpu.bfloat16 import Widened, in_bfloat16, widen_bfloat16
 from sporeloom.runtime.cpu.flash import exchange_flash_attention
+from sporeloom.runtime.cpu.grouped import exchange_grouped_products
 from sporeloom.runtime.cpu.ordering import order_messages
 from sporeloom.runtime.cpu.pyfunc import add_pyfunc_primitive
 from sporeloom.runtime.cpu.recorder import FlightRecorder
@@ -43,8 +44,8 @@ def lower(
     recorder: FlightRecorder | None = None,
 ) -> tuple[set[str], Widened]:
     """Replace every collective of `model`, in place, and order them without deadlocks; before that replace what CPUs do
-    not support: FlashAttention, bfloat16. Returns the names of the results of collectives, and the values that were
-    bfloat16.
+    not support: FlashAttention, grouped products, bfloat16. Returns the names of the results of collectives, and the
+    values that were bfloat16.
 
     Args:
         program: name that distinguishes the messages of several graphs.
@@ -56,6 +57,7 @@ def lower(
         TransportError: the graphs of a group's ranks do not contain the same collectives.
     """
     exchange_flash_attention(model)
+    exchange_grouped_products(model)
     widened = widen_bfloat16(model)
     counts: dict[str, int] = {}
     messages: dict[str, Message] = {}

@@ -16,9 +16,15 @@ _keep: list[Callable[..., Any]] = []  # C++ refers to the functions by id only
 
 
 def add_pyfunc_primitive(
-    model: mind_ir.ModelProto, run: Callable[..., Any], num_inputs: int = 1, is_scalar: bool = False
+    model: mind_ir.ModelProto,
+    run: Callable[..., Any],
+    num_inputs: int = 1,
+    is_scalar: bool = False,
+    name: str = "message",
 ) -> str:
     """Add a primitive that calls `run` with its inputs as arrays. Returns the reference to it for nodes.
+
+    `name`: of the operator that it replaces.
 
     Its unique name prevents common-subexpression elimination.
     """
@@ -36,7 +42,7 @@ def add_pyfunc_primitive(
         "func_type": "pyfunc",
         "fn_id": id(call),
         "uniq_name": f"sporeloom_{serial}",
-        "func_name": "run",
+        "func_name": name,
         "primitive_target": "CPU",
         "inputs_num": num_inputs,
         "multi_output": False,
@@ -54,3 +60,12 @@ def add_pyfunc_primitive(
         else:
             attribute.type, attribute.i = proto.BOOL if isinstance(value, bool) else proto.INT64, int(value)
     return f"REF::{primitive.name}"
+
+
+def kinds_of(model: mind_ir.ModelProto) -> dict[str, str]:
+    """References to primitives -> kinds of operators; of one that a Python function replaces, its own."""
+    kinds = {f"REF::{p.name}": p.op_type for p in model.primitives}
+    for p in model.primitives:
+        if p.op_type == "Custom":
+            kinds[f"REF::{p.name}"] = next((a.s.decode() for a in p.attribute if a.name == "func_name"), p.op_type)
+    return kinds

@@ -16,6 +16,7 @@ from sporeloom.mindspore_compat.names import mind_ir
 from sporeloom.runtime.cpu.bfloat16 import widen_bfloat16
 from sporeloom.runtime.cpu.find_nan import inspect_nodes
 from sporeloom.runtime.cpu.flash import exchange_flash_attention
+from sporeloom.runtime.cpu.grouped import exchange_grouped_products
 from sporeloom.runtime.cpu.pyfunc import add_pyfunc_primitive
 from sporeloom.runtime.cpu.recorder import arrays_of
 from sporeloom.runtime.cpu.recording import Array, RecordedCall, Recording, StepRecord, sha256_of
@@ -88,6 +89,7 @@ class _ReplayedProgram:
         self._sent: dict[str, str] = {}
         self._trace: dict[int, NodeResult] = {}
         exchange_flash_attention(model)
+        exchange_grouped_products(model)
         widen_bfloat16(model)
         nodes = [node for node, _ in collective_nodes(model)]
         for node in nodes:

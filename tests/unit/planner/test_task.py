@@ -32,7 +32,7 @@ def test_plain_text_has_nothing_beside():
 
 @pytest.mark.parametrize(
     ("name", "rows"),
-    [("pretraining", 1.25), ("sft", 1.25), *((name, 4.0) for name in ("reward", "dpo", "grpo", "ppo"))],
+    [("pretraining", 1.25), ("sft", 1.25), *((name, 1.0) for name in ("reward", "dpo", "grpo", "ppo"))],
 )
 def test_experts_have_room_for_every_token_where_models_are_compared(name, rows):
     experts = {"num_experts": 8, "experts_per_token": 2, "capacity_factor": 1.25}

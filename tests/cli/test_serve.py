@@ -329,3 +329,24 @@ def test_texts_that_nobody_has_begun_are_told_of_a_failure_too():
     service.fail("rank 1 is gone")
     service.submit(wanted, told.append)
     assert [each.reason for each in told] == ["rank 1 is gone"] * 2
+
+
+def test_a_later_server_finds_the_prompts_of_an_earlier_one_and_answers_as_a_cold_one(checkpoint, server, tmp_path):
+    helper = adapter_folder(tmp_path / "helper", checkpoint, LoRAConfig(target_modules=("mlp.up",)), 0)
+    folder, asked = tmp_path / "prompts", {"prompt": PROMPT * 8, "max_tokens": 12, "seed": 5, "logprobs": 2}
+    words = checkpoint, "--served-model-name", "town", "--prefix-cache-dir", folder
+    kinds = {"kernels": ("--prefill-chunk", 16), "adapters": ("--prefill-chunk", 16, "--lora-modules", f"helper={helper}")}
+    for kind, more in kinds.items():
+        with serving(tmp_path / "log", checkpoint, "--served-model-name", "town", *more) as cold:
+            names = [each["id"] for each in cold.client.get("/v1/models").json()["data"]]
+            expected = [cold.complete(model=name, **asked) for name in names]
+        for process in range(2):
+            with serving(tmp_path / "log", *words, *more) as running:
+                found = [running.complete(model=name, **asked) for name in names]
+                if kind == "kernels" and process:
+                    outcome = in_process(SERVE_MAIN, *words, "--port", 0)
+                    assert outcome.code == 2 and "writes there since" in outcome.output
+                assert running.stop() == 0
+            assert [each["choices"] for each in found] == [each["choices"] for each in expected]
+            cached = [each["usage"]["prompt_tokens_details"]["cached_tokens"] for each in found]
+            assert all(count >= 32 for count in cached) if process else cached[0] == 0

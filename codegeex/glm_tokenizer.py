@@ -19,10 +19,10 @@ from pathlib import Path
 import tiktoken
 import tokenizers
 
-from codegeex.byte_level import bytes_of
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.files import open_regular, read_bytes, read_utf8
 from sporeloom.core.lines import first_line, split_lines
+from sporeloom.data.byte_level import bytes_of
 from sporeloom.data.pieces import PieceTokenizer, described, has_bytes
 from sporeloom.data.special_tokens import Span, SpecialTokens, content, template
 from sporeloom.data.tokenizer import ChatMessage

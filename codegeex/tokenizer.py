@@ -16,11 +16,11 @@ import regex
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from codegeex.byte_level import bytes_of
 from codegeex.glm_tokenizer import GLM2Tokenizer, GLM4Tokenizer, is_glm4
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.files import read_bytes, read_gzip, read_utf8
 from sporeloom.core.lines import file_lines, first_line
+from sporeloom.data.byte_level import bytes_of
 from sporeloom.data.special_tokens import SpecialTokens
 
 END_OF_TEXT = "<|endoftext|>"

@@ -21,6 +21,7 @@ from typing import Any
 import rjieba
 
 from pangu.open_tokenizer import END, TURN, OpenPanguTokenizer, has_turns
+from pangu.two_tokenizer import OpenPanguTwoTokenizer
 from sporeloom.core.errors import ConfigError
 from sporeloom.data.pieces import PieceTokenizer, described, rare_characters, train_pieces
 
@@ -134,12 +135,14 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, kind: str = TOKEN
     )
 
 
-def open_tokenizer(path: str | Path) -> PieceTokenizer:
+def open_tokenizer(path: str | Path) -> PieceTokenizer | OpenPanguTwoTokenizer:
     """Open the tokenizer of PanGu-alpha or of openPangu in a file.
 
     Raises:
-        ConfigError: no SentencePiece model, or another's.
+        ConfigError: neither a SentencePiece model nor a tokenizer.json, or another's.
     """
+    if Path(path).suffix == ".json":
+        return OpenPanguTwoTokenizer(path)
     found = PieceTokenizer(path)
     if is_alpha(found):
         return PanGuTokenizer(path)
@@ -151,4 +154,4 @@ def open_tokenizer(path: str | Path) -> PieceTokenizer:
     )
 
 
-FILE_NAMES = ("tokenizer.model",)
+FILE_NAMES = ("tokenizer.model", "tokenizer.json")

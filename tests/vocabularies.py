@@ -8,8 +8,8 @@ import json
 import sentencepiece
 import tokenizers
 
-from codegeex.byte_level import bytes_of
 from codegeex.glm_tokenizer import GLM4_SPECIAL, GLM4Tokenizer
+from sporeloom.data.byte_level import bytes_of
 
 TEXTS = [
     "小城在山脚下，一条河从城中穿过。",

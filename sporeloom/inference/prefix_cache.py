@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,6 +19,22 @@ MIN_BLOCK = 16
 """Tokens of a block, at least."""
 
 Numbers = Sequence[NDArray[Any]]
+
+
+class Store(Protocol):
+    """Blocks that outlive the process (`sporeloom.inference.prefix_store.BlockStore`)."""
+
+    def root(self, owner: Hashable) -> bytes | None: ...
+
+    def child(self, parent: bytes, tokens: Sequence[int]) -> bytes: ...
+
+    def load(self, name: bytes) -> Numbers | None: ...
+
+    def save(self, name: bytes, numbers: Numbers) -> None: ...
+
+    def use(self, name: bytes) -> None: ...
+
+    def close(self, blocks: Iterable[tuple[bytes, Numbers]]) -> None: ...
 
 
 class Slots(Protocol):
@@ -37,6 +53,8 @@ class Slots(Protocol):
 class _Block:
     id: int
     numbers: Numbers = field(repr=False)
+    name: bytes | None = None
+    """Its name in the store; None: it is not to be stored."""
 
 
 class PrefixCache:
@@ -47,7 +65,12 @@ class PrefixCache:
     Args:
         num_blocks: blocks of a replica, at most.
         block: tokens of a block.
+
+    Attributes:
+        store: blocks that have left the memory, and those of earlier processes; of one replica.
     """
+
+    store: Store | None = None
 
     def __init__(self, slots: Slots, num_blocks: int, block: int):
         self._slots, self.num_blocks, self.block = slots, num_blocks, block
@@ -60,7 +83,7 @@ class PrefixCache:
 
     def num_found(self, row: int, owner: Hashable, tokens: Sequence[int]) -> int:
         """Number of tokens at the beginning of a text that `restore` would find."""
-        return self.block * sum(1 for _ in self._path(row, owner, tokens))
+        return self.block * sum(1 for _ in self._path(row, owner, tokens, loads=True))
 
     def restore(self, row: int, owner: Hashable, tokens: Sequence[int], held: int) -> int:
         """Give a row the tokens that are found, of which it holds `held` already. Returns the number that it holds then."""
@@ -76,35 +99,72 @@ class PrefixCache:
     def keep(self, row: int, owner: Hashable, tokens: Sequence[int]) -> None:
         """Copy the full blocks of what a row holds, those that are not there yet."""
         blocks, used, parent = self._of(row), list[Hashable](), owner
+        name = self.store.root(owner) if self.store else None
         self._use(row, [key for key, _ in self._path(row, owner, tokens)])  # so that others are dropped
         for place in range(min(len(tokens) // self.block, self.num_blocks)):
             start, stop = place * self.block, (place + 1) * self.block
             key = parent, tuple(tokens[start:stop])
             if key not in blocks:
-                if len(blocks) == self.num_blocks:
-                    blocks.popitem(last=False)
-                blocks[key] = _Block(next(self._ids), self._slots.read_slots(row, start, stop))
+                name = self.store.child(name, key[1]) if self.store and name else None
+                self._add(blocks, key, _Block(next(self._ids), self._slots.read_slots(row, start, stop), name))
             used.append(key)
-            parent = blocks[key].id
+            parent, name = blocks[key].id, blocks[key].name
         self._use(row, used)
 
     def _of(self, row: int) -> OrderedDict[Hashable, _Block]:
         return self._blocks[row // (self._slots.num_rows // self._slots.num_replicas)]
 
-    def _path(self, row: int, owner: Hashable, tokens: Sequence[int]) -> Iterator[tuple[Hashable, _Block]]:
-        blocks, parent = self._of(row), owner
+    def close(self) -> None:
+        """Store all blocks that can be stored."""
+        if self.store:
+            blocks = [block for of_replica in self._blocks for block in of_replica.values()]
+            self.store.close((block.name, block.numbers) for block in blocks if block.name)
+
+    def _add(self, blocks: OrderedDict[Hashable, _Block], key: Hashable, block: _Block) -> None:
+        if len(blocks) == self.num_blocks:
+            _, oldest = blocks.popitem(last=False)
+            if self.store and oldest.name:
+                self.store.save(oldest.name, oldest.numbers)
+        blocks[key] = block
+
+    def _path(
+        self, row: int, owner: Hashable, tokens: Sequence[int], loads: bool = False
+    ) -> Iterator[tuple[Hashable, _Block]]:
+        """The blocks that a text begins with. `loads`: stored ones are read into the memory; `restore` takes the same ones
+        later, whatever has been stored meanwhile."""
+        blocks, parent, path = self._of(row), owner, list[Hashable]()
+        name = self.store.root(owner) if loads and self.store else None
         for start in range(0, len(tokens) - self.block + 1, self.block):
             key = parent, tuple(tokens[start : start + self.block])
-            block = blocks.get(key)
+            block = blocks.get(key) or self._load(row, key, name, path)
             if block is None:
                 return
             yield key, block
-            parent = block.id
+            path.append(key)
+            parent, name = block.id, block.name if loads else None
+
+    def _load(
+        self, row: int, key: tuple[Hashable, tuple[int, ...]], before: bytes | None, path: Sequence[Hashable]
+    ) -> _Block | None:
+        """Read a stored block into the memory, from which none of those before it is dropped. `before`: the name of the block
+        before it."""
+        if not self.store or not before or len(path) == self.num_blocks:
+            return None
+        name = self.store.child(before, key[1])
+        numbers = self.store.load(name)
+        if numbers is None:
+            return None
+        self._use(row, path)
+        block = _Block(next(self._ids), numbers, name)
+        self._add(self._of(row), key, block)
+        return block
 
     def _use(self, row: int, path: Sequence[Hashable]) -> None:
         blocks = self._of(row)
         for key in reversed(path):
             blocks.move_to_end(key)
+            if self.store and (name := blocks[key].name):
+                self.store.use(name)
 
 
 def prefix_cache(slots: Slots, bytes_of_token: int, num_bytes: int) -> PrefixCache | None:

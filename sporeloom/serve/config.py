@@ -14,6 +14,7 @@ from sporeloom.checkpoint.generation_config import with_end_tokens
 from sporeloom.checkpoint.model_folder import weight_problems
 from sporeloom.core.command_line import argument, option
 from sporeloom.core.errors import ConfigError, Problems
+from sporeloom.core.files import unwritable
 from sporeloom.core.lines import split_lines
 from sporeloom.core.numbers import Count, Natural, NotNegative, Positive, number_problems
 from sporeloom.data.documents import decode_text
@@ -94,6 +95,15 @@ class ServeConfig(ComputeFlags, SpeculationFlags):
         1.0,
         "memory in GB, on all devices together, for keys and values of prompts that others may begin with; 0: only "
         "rows that are free now",
+    )
+    prefix_cache_dir: Path | None = option(
+        None,
+        "folder for blocks of the prefix cache that leave the memory, or are in it when the server stops; later servers "
+        "with the same weights, flags, machine and versions find them; one CPU device only (default: none)",
+    )
+    prefix_cache_dir_gb: Positive | None = option(
+        None,
+        "with --prefix-cache-dir: maximum size of its files in GB; the least recently used are removed (default: 10)",
     )
     request_timeout: Positive = option(600.0, "seconds after which a request is aborted")
     max_body_kb: Count = option(1024, "maximum size of a request in KB")
@@ -253,7 +263,7 @@ def check(config: ServeConfig, num_processes: int | None, rank: int = 0) -> Serv
             problems.append(
                 f"--max-model-len {config.max_model_len} is more than the model's context of {model.seq_len}"
             )
-    problems += _runtime_lora_problems(config)
+    problems += _runtime_lora_problems(config) + _prefix_dir_problems(config, model, strategy)
     problems.of(AllowedHosts, config.host, config.allowed_hosts)
     problems.of(AllowedOrigins, config.allowed_origins)
     keys = problems.of(_read_keys, config)
@@ -320,6 +330,23 @@ def _runtime_lora_problems(config: ServeConfig) -> list[str]:
         for name, value in flags.items()
         if value is not None
     ]
+
+
+def _prefix_dir_problems(config: ServeConfig, model: ModelConfig | None, strategy: Strategy | None) -> list[str]:
+    """List what is wrong with the flags for prompts on disk."""
+    folder = config.prefix_cache_dir
+    if folder is None:
+        size = config.prefix_cache_dir_gb
+        return [] if size is None else [f"--prefix-cache-dir-gb {size} is for files; add --prefix-cache-dir FOLDER"]
+    flag, problems = f"--prefix-cache-dir {folder}", []
+    if not config.prefix_cache_gb:
+        problems.append(f"{flag}: blocks are stored from memory; leave out --prefix-cache-gb 0")
+    if model and model.has_convolutions:
+        problems.append(f"{flag}: models with causal convolutions have no prefix cache; leave it out")
+    if strategy and strategy.mesh.size > 1:
+        problems.append(f"{flag}: for one device, but the strategy has {strategy.mesh.size}; leave out one of them")
+    reason = f"{folder}: it is a file" if folder.is_file() else unwritable(folder)
+    return [*problems, *([f"--prefix-cache-dir {reason}; give a folder"] if reason else [])]
 
 
 def _read_word(

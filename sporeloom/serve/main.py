@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import threading
@@ -11,6 +12,7 @@ from typing import Any
 
 import uvicorn
 
+from sporeloom.core.locks import one_writer
 from sporeloom.core.log import milestone
 from sporeloom.runtime.environment import launched_rank
 from sporeloom.serve.app import build_app
@@ -26,6 +28,19 @@ one of them."""
 
 
 def run(job: ServeJob) -> int:
+    """Serve until stopped. Returns the exit code.
+
+    Raises:
+        ConfigError: another process has the folder of --prefix-cache-dir.
+    """
+    folder = job.config.prefix_cache_dir
+    if folder:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with one_writer(folder) if folder else contextlib.nullcontext():
+        return _serve(job)
+
+
+def _serve(job: ServeJob) -> int:
     """Serve until stopped. Returns the exit code."""
     service = Service(job)
     is_server = launched_rank() == job.strategy.mesh.first_rank_of_last_stage
@@ -44,6 +59,7 @@ def run(job: ServeJob) -> int:
         if http:
             milestone(f"{job.name} is served at {http.address}")
         service.run()
+        service.close()
     except BaseException as error:
         service.fail(f"the server failed: {type(error).__name__}")
         raise

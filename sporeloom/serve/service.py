@@ -16,16 +16,22 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
+from mindspore import nn
+
 from sporeloom.checkpoint.adapters import ranks_of_several
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.json_text import json_text
 from sporeloom.core.lines import first_line
 from sporeloom.core.log import LogBudget, counted, milestone
 from sporeloom.inference.adapter_memory import AdapterMemory
 from sporeloom.inference.draft_model import open_speculation
 from sporeloom.inference.mixed import cached, takes
 from sporeloom.inference.model import load_model
-from sporeloom.inference.prefix_cache import prefix_cache
+from sporeloom.inference.prefix_cache import PrefixCache, prefix_cache
+from sporeloom.inference.prefix_store import BlockStore, computation_hash
 from sporeloom.inference.requests import Event, Failure, InternalError, PromptEmbedding, Request
 from sporeloom.inference.scheduler import Scheduler
 from sporeloom.models.slots import num_slots_for
@@ -180,6 +186,7 @@ class Service:
         net = load_model(
             *of, shape, config.weights, adapters, num_drafts, config.kv_cache, pooling is not None, config.has_mtp
         )
+        computation = self._computation(net) if config.prefix_cache_dir else ""
         self._adapter_memory = AdapterMemory(self.engine, net, ranks_of_several(adapters))
         chunk = config.prefill_chunk or (MIXED_CHUNK if takes(net, job.num_rows) else CHUNK)
         decoding = cached(self.engine, net, job.model, *shape, chunk, num_drafts, pooling)
@@ -193,10 +200,55 @@ class Service:
             drafts.drafter.prepare()
         bytes_of_token = decoding.cache_bytes // (shape[0] * shape[1])
         cache = prefix_cache(decoding, bytes_of_token, int(config.prefix_cache_gb * GB))
+        if config.prefix_cache_dir:
+            cache = self._with_store(cache, config.prefix_cache_dir, computation)
         self.scheduler = Scheduler(decoding, self.engine, cache, drafts)
         gc.collect()
         gc.freeze()  # the loaded objects stay: a garbage collection over them would delay everything by half a second
         self.state, self.progress = "ready", ""
+
+    def _computation(self, net: nn.Cell) -> str:
+        """Hash of what blocks of the prefix cache depend on.
+
+        Raises:
+            ConfigError: this device's numbers may differ between machines.
+        """
+        if self.engine.target != "CPU":
+            raise ConfigError(f"--prefix-cache-dir: only on a CPU, not on {self.engine.target}; leave it out")
+        self._say("hashing the weights")
+        job = self.job
+        flags = ("weights", "kv_cache", "prefill_chunk", "num_drafts", "embeddings")
+        more = {name: getattr(job.config, name) for name in flags}
+        shape = (job.num_rows, job.max_model_len)
+        return computation_hash(net, {**more, "model": [job.family, repr(job.model)], "shape": shape})
+
+    def _with_store(self, cache: PrefixCache | None, folder: Path, computation: str) -> PrefixCache:
+        """The prefix cache with blocks on disk.
+
+        Raises:
+            ConfigError: no room for a block.
+        """
+        if cache is None:
+            raise ConfigError("--prefix-cache-dir: --prefix-cache-gb has no room for a block; give more")
+        keys, num_models = self.job.api_keys, len(self.job.models)
+
+        def owner_key(owner: Any) -> str | None:
+            slot, adapter, client, salt = (
+                owner  # numbers of adapters that are loaded at runtime differ between processes
+            )
+            return json_text([slot, keys[client] if keys else "", salt]) if adapter < num_models else None
+
+        like = self.decoding.read_slots(0, 0, cache.block)
+        num_bytes = int((self.job.config.prefix_cache_dir_gb or 10.0) * GB)
+        if num_bytes < 2 * sum(each.nbytes for each in like):
+            raise ConfigError("--prefix-cache-dir-gb: it has no room for two blocks; give more")
+        cache.store = BlockStore(folder, num_bytes, computation, owner_key, like)
+        return cache
+
+    def close(self) -> None:
+        """Store what later servers may reuse."""
+        if self.scheduler.cache:
+            self.scheduler.cache.close()
 
     def _say(self, progress: str) -> None:
         self.progress = progress

@@ -295,6 +295,20 @@ def test_where_nobody_can_listen_is_told_in_a_line(checkpoint, host, port, said)
     assert outcome.code == 2 and said in outcome.output and outcome.output.count("\n") == 1, outcome.output
 
 
+def test_a_folder_for_prompts_that_cannot_be_used_is_told_at_once(checkpoint, tmp_path):
+    (tmp_path / "file").write_text("")
+    mesh = CONFIGS / "pangu_tiny_tp2_pp2.yaml"
+    for words, said in (
+        (("--prefix-cache-dir", tmp_path / "file"), "it is a file; give a folder"),
+        (("--prefix-cache-dir", tmp_path / "new", "--prefix-cache-gb", 0), "leave out --prefix-cache-gb 0"),
+        (("--prefix-cache-dir", tmp_path / "new", "--strategy", mesh), "for one device, but the strategy has 4"),
+        (("--prefix-cache-dir-gb", 3), "is for files; add --prefix-cache-dir FOLDER"),
+    ):
+        outcome = in_process("tools/serve.py", checkpoint, "--port", 0, *words)
+        assert outcome.code == 2 and said in outcome.output, outcome.output
+    assert not (tmp_path / "new").exists()
+
+
 def test_hosts_and_origins_that_are_none_are_told_at_once(checkpoint):
     words = ("--allowed-hosts", "http://a.b", "--allowed-origins", "a.b", "--port", 0)
     outcome = in_process("tools/serve.py", checkpoint, *words)
@@ -329,3 +343,24 @@ def test_texts_that_nobody_has_begun_are_told_of_a_failure_too():
     service.fail("rank 1 is gone")
     service.submit(wanted, told.append)
     assert [each.reason for each in told] == ["rank 1 is gone"] * 2
+
+
+@pytest.mark.parametrize("kind", ["kernels", "adapters"])
+def test_a_later_server_finds_the_prompts_of_an_earlier_one_and_answers_as_that_did(kind, checkpoint, tmp_path):
+    words = checkpoint, "--served-model-name", "town", "--prefill-chunk", 16, "--prefix-cache-dir", tmp_path / "prompts"
+    more, names = (), ["town"]
+    if kind == "adapters":
+        helper = adapter_folder(tmp_path / "helper", checkpoint, LoRAConfig(target_modules=("mlp.up",)), 0)
+        more, names = ("--lora-modules", f"helper={helper}"), ["town", "helper"]
+    asked, found = {"prompt": PROMPT * 5, "max_tokens": 12, "seed": 5, "logprobs": 2}, []
+    for process in range(2):
+        with serving(tmp_path / "log", *words, *more) as running:
+            found.append([running.complete(model=name, **asked) for name in names])
+            if kind == "kernels" and process == 0:
+                outcome = in_process("tools/serve.py", *words, "--port", 0)
+                assert outcome.code == 2 and "writes there since" in outcome.output
+            assert running.stop() == 0
+    cold, warm = [[each["choices"] for each in answers] for answers in found]
+    assert warm == cold and len({str(choices) for choices in cold}) == len(names)
+    cached = [[each["usage"]["prompt_tokens_details"]["cached_tokens"] for each in answers] for answers in found]
+    assert cached[0] == [0] * len(names) and min(cached[1]) >= 16

@@ -11,7 +11,6 @@ import tokenizers
 from test_new_tokenizers import TEXTS, sentencepiece_model
 from vocabularies import glm4_json
 
-from codegeex.byte_level import bytes_of
 from codegeex.glm_tokenizer import GLM2Tokenizer, GLM4Tokenizer
 from codegeex.tokenizer import CodeGeeXTokenizer
 from codegeex.tokenizer import train_tokenizer as train_codegeex
@@ -20,6 +19,7 @@ from palm.tokenizer import train_tokenizer as train_palm
 from pangu.open_tokenizer import OpenPanguTokenizer
 from pangu.tokenizer import PanGuTokenizer
 from pangu.tokenizer import train_tokenizer as train_pangu
+from sporeloom.data.byte_level import bytes_of
 from sporeloom.serve.token_texts import token_offsets, token_text
 
 WRITTEN = [

@@ -32,7 +32,6 @@ ASKED = [  # strategy, flags, what there is beside the model
         (COPY, "reward model", CACHES),
     ),
     ("pp2_dp2_tp2_zero", ("--task", "reward"), ()),
-    ("dp2_tp2_sp", ("--task", "simpo"), ()),
     ("pp2_dp2_tp2_zero", ("--task", "orpo"), ()),
     ("dp4_zero", ("--task", "kto"), ()),
     ("pp2_dp2_tp2_zero", ("--task", "reward", "--lora-r", 4), ()),

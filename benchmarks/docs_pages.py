@@ -119,7 +119,7 @@ def main() -> None:
     from test_commands import PAGES, commands  # noqa: PLC0415
 
     adopt_orphans()
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("pages", nargs="*", default=[page for page in PAGES if page.startswith("docs/how-to/")])
     for page in parser.parse_args().pages:
         if not list(commands(page)) or (usage := measure(page)) is None:

@@ -50,7 +50,7 @@ def decoder_batches(config: ModelConfig, batch_size: int, task: str = "pretraini
             domains = rng.randint(0, config.num_domains, (batch_size, 1), np.int32)
             batch = batch._replace(tokens=batch.tokens + domains * np.int32(config.vocab_size))
         inputs = task_arrays(task, batch, config.vocab_size, step)
-        if config.num_mtp_layers and len(inputs) == len(batch):
+        if config.num_mtp_layers and task in ("pretraining", "sft"):
             inputs += mtp_targets(batch, config.num_mtp_layers)
         if config.dropout_rate:
             inputs.append(dropout_keys(3, step * batch_size * config.seq_len, (batch_size, config.seq_len)))

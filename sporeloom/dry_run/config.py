@@ -22,7 +22,7 @@ from sporeloom.strategy.flags import StateFlags
 from sporeloom.strategy.launching import DEVICES_PER_SERVER
 from sporeloom.strategy.loader import load_strategy
 
-TIMED_TASKS = ("pretraining", "sft", "reward")
+TIMED_TASKS = ("pretraining", "sft", "reward", "simpo", "orpo")
 """Tasks whose step is that of one model."""
 
 
@@ -199,8 +199,8 @@ def time_problems(config: DryRunConfig) -> list[str]:
         problems.append(f"{flag} simulates training steps: leave --inference out")
     if config.task not in TIMED_TASKS:
         problems.append(
-            f"--task {config.task}: {flag} simulates steps that only train, of {', '.join(TIMED_TASKS)}; it runs other "
-            "models besides"
+            f"--task {config.task}: {flag} simulates steps that only train, of {', '.join(TIMED_TASKS)}; it also "
+            "evaluates models"
         )
     return problems
 

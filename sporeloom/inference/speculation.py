@@ -130,7 +130,7 @@ class Speculation:
         self.drafter, self.most = drafter, most
         self._lengths: dict[int, int] = {}
         self._begun: tuple[float, int] | None = None
-        """When the step began that is to be timed, and its number of tokens."""
+        """Start of the step that is to be timed, and its number of tokens."""
         self.num_drafts = self.drafted = self.accepted = 0
         """Number of drafts, of their tokens, and of those that were right."""
 

@@ -22,6 +22,8 @@ INTERVAL = 14
 """Width of an interval in the table, in characters."""
 TOO_MANY_ROWS = 2.0
 """Computed rows per row that experts get, above which the table reports it."""
+UNCOUNTED = {"kto": "the forward pass of mismatched texts (--loss-type kto)"}
+"""Task -> parts of a step that estimated times leave out."""
 
 
 def as_dict(option: Option, best: Option, cluster: Cluster, task: TrainedTask = PLAIN_TEXT) -> dict[str, Any]:
@@ -91,7 +93,8 @@ def _of_task(request: PlanRequest, best: Option) -> list[str]:
     stages = auxiliary_bytes(request.dims, best.job, request.task)
     beside = {what: max(stage[what] for stage in stages) for what in stages[0]}
     sizes = ", ".join(f"{what} {size / GB:.1f}" for what, size in beside.items())
-    times = "; times are of an update, without the sampling of texts" if request.task.samples else ""
+    uncounted = "the sampling of texts" if request.task.samples else UNCOUNTED.get(request.task.name)
+    times = f"; times are of an update, without {uncounted}" if uncounted else ""
     return [f"{told}{times}" + (f"; GB of the best one's devices: {sizes}" if sizes else "")]
 
 

@@ -28,8 +28,12 @@ from sporeloom.planner.memory import StageMemory, head_columns, layer_activation
 from sporeloom.planner.parallelism import Parallelism
 from sporeloom.strategy.flags import StateDtype
 
-TaskName = Literal["pretraining", "sft", "reward", "dpo", "grpo", "ppo"]
+TaskName = Literal["pretraining", "sft", "reward", "dpo", "simpo", "orpo", "kto", "grpo", "ppo"]
 SAMPLING = ("grpo", "ppo")
+OF_PAIRS = ("reward", "dpo", "simpo", "orpo")
+"""Tasks whose batches are pairs of sequences."""
+EVALUATING = ("dpo", "kto", *SAMPLING)
+"""Tasks that evaluate batches without gradients: log-probabilities of the initial model, once or in each step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +88,7 @@ class TrainedTask:
     @property
     def rows_per_unit(self) -> int:
         """Number of sequences that belong together."""
-        return 2 if self.name in ("reward", "dpo") else 1
+        return 2 if self.name in OF_PAIRS else 1
 
     @property
     def has_copy(self) -> bool:
@@ -210,7 +214,7 @@ def task_memory(dims: Dimensions, job: Parallelism, task: TrainedTask) -> list[S
             )
             for stage, count in zip(stages, adapter_parameters(task, dims, job), strict=True)
         ]
-    evaluates, beside = task.name == "dpo" or task.samples, auxiliary_bytes(dims, job, task)
+    evaluates, beside = task.name in EVALUATING, auxiliary_bytes(dims, job, task)
     if not evaluates and not any(beside):
         return stages
     evaluated = _evaluation(dims, job) if evaluates else [0.0] * job.pp

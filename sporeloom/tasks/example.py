@@ -13,16 +13,18 @@ from numpy.typing import NDArray
 
 from sporeloom.data.batch import Batch
 from sporeloom.data.sample_order import Sizes
-from sporeloom.models.config import ModelConfig
+from sporeloom.models.config import NO_LABEL, ModelConfig
 from sporeloom.models.family import family_module
 from sporeloom.nn.lora import attach_adapters
 from sporeloom.planner.task import TrainedTask
 from sporeloom.strategy.config import SINGLE_DEVICE
 from sporeloom.train.config import Run
 from sporeloom.train.policy import GRPOConfig, PPOConfig
+from sporeloom.train.preferences import KTOConfig, ORPOConfig, SimPOConfig
 from sporeloom.train.tuning import DPOConfig, RewardConfig, SFTConfig
 
-CONFIGS = {config.task: config for config in (SFTConfig, RewardConfig, DPOConfig, GRPOConfig, PPOConfig)}
+OF_PREFERENCES = (RewardConfig, DPOConfig, SimPOConfig, ORPOConfig, KTOConfig)
+CONFIGS = {config.task: config for config in (SFTConfig, *OF_PREFERENCES, GRPOConfig, PPOConfig)}
 
 
 def task_network(family: str, model: ModelConfig, task: TrainedTask) -> nn.Cell:
@@ -65,9 +67,19 @@ def task_arrays(task: str, batch: Batch, vocab_size: int, step: int) -> list[NDA
         margins = at_first(draw.random(len(rows)))
         margins[1::2] = 0
         return [*batch._replace(loss_weights=at_first(np.full(len(rows), share))), margins]
-    if task == "dpo":
+    if task in ("dpo", "simpo", "orpo"):
+        pairs = batch._replace(loss_weights=mask * np.float32(share))
+        if task == "simpo":
+            return [*pairs]
+        if task == "orpo":
+            likelihood = (batch.labels != NO_LABEL).astype(np.float32)
+            likelihood[1::2] = 0
+            return [*pairs, likelihood / likelihood.sum()]
+        return [*pairs, at_first(mask.sum(1) * log_prob + draw.normal(0, 1, len(rows)))]
+    if task == "kto":
         reference = at_first(mask.sum(1) * log_prob + draw.normal(0, 1, len(rows)))
-        return [*batch._replace(loss_weights=mask * np.float32(share)), reference]
+        desired, divergence = mask * draw.integers(0, 2, (len(rows), 1)).astype(np.float32), np.float32(draw.random())
+        return [*batch._replace(loss_weights=mask / np.float32(len(rows))), reference, desired, mask * divergence]
     is_first = np.full_like(mask, step == 0)
     # Advantages of both signs, but of one mean: a loss that is nearly 0 hides what differs.
     more = [drawn(1, 1), drawn(log_prob, 0.1), drawn(log_prob, 0.1), is_first]

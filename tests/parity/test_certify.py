@@ -183,6 +183,30 @@ def test_a_task_with_adapters_is_certified_and_a_wrong_rule_of_theirs_is_not(tmp
         check_certificate(path, covered_settings("pangu", config, loaded, 4, 64, 1))
 
 
+SMALL = ("--batch-size", 4, "--seq-len", 64, "--processes", 2)
+
+
+@pytest.mark.parametrize(
+    ("task", "mesh"),
+    [("simpo", "tp: 2"), ("orpo", "pp: 2}\npipeline: {num_microbatches: 2"), ("kto", "dp: 2")],
+)
+def test_preferences_are_certified(tmp_path, write, task, mesh):
+    strategy = write("s.yaml", f"mesh: {{{mesh}}}\nrules: {CONFIGS / 'rules/decoder.yaml'}\n")
+    outcome = certify(strategy, tmp_path / "out", "--task", task, *SMALL)
+    assert outcome.code == 0, outcome.output
+    values = json.loads((tmp_path / "out/certificate.json").read_text())
+    assert values["covers"]["task"] == {"name": task, "lora": None, "reference": False, "reward_model": None}
+    assert values["full_size"]["ranks"][0]["auxiliary"] == {}
+
+
+def test_a_loss_of_preferences_over_a_part_of_the_texts_is_refused(tmp_path, write):
+    rule = "loss.add_up: {in: [[dp]], out: [[]], local: true}"
+    strategy = write("s.yaml", RULES.replace("tp: 2", "dp: 2") + rule)
+    outcome = certify(strategy, tmp_path / "out", "--task", "kto", *SMALL)
+    assert outcome.code == 1, outcome.output
+    assert "refused: pp 1 x dp 2 x tp 1 = 2: loss of step 1, AdamW: " in outcome.output
+
+
 OWN = """
 import sys
 sys.path.insert(0, sys.argv[1])

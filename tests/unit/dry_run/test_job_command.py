@@ -15,6 +15,7 @@ from sporeloom.planner.task import TaskName
 from sporeloom.strategy.launching import msrun_line, start_lines
 from sporeloom.train.plain_text import TrainConfig
 from sporeloom.train.policy import GRPOConfig, PPOConfig
+from sporeloom.train.preferences import KTOConfig, ORPOConfig, SimPOConfig
 from sporeloom.train.tuning import DPOConfig, RewardConfig, SFTConfig
 
 CONFIGS = {
@@ -22,6 +23,9 @@ CONFIGS = {
     "sft": SFTConfig,
     "reward": RewardConfig,
     "dpo": DPOConfig,
+    "simpo": SimPOConfig,
+    "orpo": ORPOConfig,
+    "kto": KTOConfig,
     "grpo": GRPOConfig,
     "ppo": PPOConfig,
 }

@@ -2,6 +2,7 @@
 """What tasks take beside the model that is trained."""
 
 import dataclasses
+from typing import get_args
 
 import pytest
 
@@ -11,8 +12,9 @@ from sporeloom.models.parts.experts import ExpertConfig
 from sporeloom.planner.cluster import Cluster
 from sporeloom.planner.dimensions import of_decoder
 from sporeloom.planner.parallelism import Parallelism
+from sporeloom.planner.report import table
 from sporeloom.planner.search import PlanRequest, evaluate, search
-from sporeloom.planner.task import PLAIN_TEXT, TrainedTask, auxiliary_bytes, task_memory
+from sporeloom.planner.task import PLAIN_TEXT, TaskName, TrainedTask, auxiliary_bytes, task_memory
 
 MODEL = size_config("pangu", "13b")
 DIMS = of_decoder(MODEL)
@@ -32,7 +34,11 @@ def test_plain_text_has_nothing_beside():
 
 @pytest.mark.parametrize(
     ("name", "rows"),
-    [("pretraining", 1.25), ("sft", 1.25), *((name, 1.0) for name in ("reward", "dpo", "grpo", "ppo"))],
+    [
+        ("pretraining", 1.25),
+        ("sft", 1.25),
+        *((name, 1.0) for name in get_args(TaskName) if name not in ("pretraining", "sft")),
+    ],
 )
 def test_experts_have_room_for_every_token_where_models_are_compared(name, rows):
     experts = {"num_experts": 8, "experts_per_token": 2, "capacity_factor": 1.25}
@@ -84,6 +90,26 @@ def test_whole_batches_are_evaluated_at_once_before_an_update():
     wide = dataclasses.replace(DIMS, vocab_size=10**6)
     (found,) = task_memory(wide, long, TrainedTask("dpo", None, MODEL))
     assert found.activations + found.working == pytest.approx(64 * DIMS.seq_len * wide.vocab_size / 8 * 8)
+
+
+@pytest.mark.parametrize("name", ["simpo", "orpo", "kto"])
+def test_preferences_have_no_reference_model_and_kto_evaluates_batches_as_dpo_does(name):
+    long = dataclasses.replace(JOB, microbatch=1, num_microbatches=64, pp=1)
+    plain, dpo, found = (task_memory(DIMS, long, TrainedTask(task, None, MODEL))[0] for task in ("sft", "dpo", name))
+    assert found.beside == 0
+    assert dpo.working > plain.working
+    assert found == (dpo if name == "kto" else plain)
+
+
+def test_the_report_says_that_a_time_of_kto_leaves_out_mismatched_texts():
+    request = PlanRequest(
+        dims=DIMS, cluster=CLUSTER, devices=64, global_batch_size=128, task=TrainedTask("kto", None, MODEL)
+    )
+    assert "\nkto; times are of an update, without the forward pass of mismatched texts" in table(
+        request, search(request)
+    )
+    orpo = dataclasses.replace(request, task=TrainedTask("orpo", None, MODEL))
+    assert "\norpo\n" in table(orpo, search(orpo))
 
 
 def test_adapters_are_faster_and_their_mfu_counts_no_gradients_of_weights():

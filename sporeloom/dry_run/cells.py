@@ -10,7 +10,7 @@ import numpy as np
 from mindspore import nn
 from mindspore.nn.utils import no_init_parameters
 
-from sporeloom.models.cells import FlashCell, GroupedProductCell
+from sporeloom.models.cells import ExpertCell, FlashCell, GroupedProductCell
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import family_module
 from sporeloom.nn.decoder import DecoderWithLoss
@@ -63,6 +63,8 @@ def model_cell(
                 cell.flash_on_cpu = True  # the graph is that of devices, also for a mesh of one
             if isinstance(cell, GroupedProductCell):
                 cell.operator_on_cpu = True
+            if inference and isinstance(cell, ExpertCell):
+                cell.sorts_rows = False  # as `sporeloom.inference.model` has it
         if inference:
             return DryRunCell(net.set_train(False), report, inputs)
         inputs += [(batch, np.int32), *[(batch, np.float32)] * (1 + net.loss.num_inputs)]

@@ -24,6 +24,7 @@ from sporeloom.inference.kernels import kernel_library, rows_are_alone, use_kern
 from sporeloom.inference.memory import side_by_side
 from sporeloom.inference.quantize import quantize, quantized_weights
 from sporeloom.models.adapters import LoRAConfig
+from sporeloom.models.cells import ExpertCell
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import family_module
 from sporeloom.models.parameters import parameter_shapes
@@ -84,6 +85,9 @@ def build_model(
                 if isinstance(cell, KeyCache):
                     cell.picks_rows = num_drafts > 0
     parallelize(net, strategy, whole=False)
+    for _, cell in net.cells_and_names():
+        if isinstance(cell, ExpertCell):
+            cell.sorts_rows = False
     net.num_kernels, net.has_several_adapters, net.rows_are_alone = 0, bool(ranks), False
     if (
         caches

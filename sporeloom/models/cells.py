@@ -27,7 +27,8 @@ class ExpertCell:
 
     sorts_rows: bool = True
     """Whether experts without a capacity limit compute their own rows alone. Else each has capacity for all tokens: so it
-    is where experts are sharded, whose rows are exchanged in equal parts."""
+    is where experts are sharded, whose rows are exchanged in equal parts, and in inference, where the shapes of products, and
+    so the bits of an answer, must not depend on the other texts of a batch."""
 
 
 class HeadCopier:

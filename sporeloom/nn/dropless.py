@@ -27,12 +27,12 @@ def of_gradient(operator):
 
 
 @ops.constexpr
-def computes_groups(wanted, has_operator, num_tokens):
-    """Whether rows are sorted by expert, if `wanted`. Not on GPUs, which have no grouped product, nor for few tokens on one
-    CPU device, where NumPy gets a copy of all matrices: there each expert has capacity for all tokens."""
+def has_fast_product(has_operator, num_tokens):
+    """Whether there is a fast product of groups: not on GPUs, nor for few tokens on one CPU device, where NumPy gets a copy
+    of all matrices. There each expert has capacity for all tokens."""
     target = ms.get_context("device_target")
     is_slow = target == "CPU" and not has_operator and num_tokens <= FEW_TOKENS
-    return wanted and target != "GPU" and not is_slow
+    return target != "GPU" and not is_slow
 
 
 @ops.constexpr

@@ -12,7 +12,6 @@ from mindspore import dtype as mstype
 from mindspore.common.initializer import initializer
 
 from sporeloom.models.weight_formats import BLOCK, WeightFormat
-from sporeloom.nn.dropless import GroupedProduct, OfRows
 from sporeloom.nn.linear import MAX_KERNEL_ROWS, Linear
 from sporeloom.nn.moe import ExpertLinear
 from sporeloom.nn.multi_lora import AdaptedProduct
@@ -111,16 +110,9 @@ class Int4ExpertLinear(nn.Cell, Int4Matrix):
         self.hold(linear.weight.shape, weights)
         self.dtype, self.has_bias = linear.dtype, linear.has_bias
         self.matmul, self.cast = ops.BatchMatMul(transpose_b=True), ops.Cast()
-        self.grouped = GroupedProduct()
         if self.has_bias:
-            self.bias, self.bias_add, self.of_rows, self.row_bias_add = linear.bias, ops.Add(), OfRows(), ops.Add()
+            self.bias, self.bias_add = linear.bias, ops.Add()
 
-    def construct(self, x, counts=None, experts=None):  # (E, R, in) -> (E, R, out), or sorted rows (R, in) -> (R, out)
-        if counts is not None:
-            y = self.grouped(x, self.cast(self.matrix(), self.dtype), counts)
-            if self.has_bias:
-                bias = self.of_rows(self.bias, experts, self.dtype)
-                y = self.row_bias_add(y, bias)
-            return y
+    def construct(self, x):  # (E, R, in) -> (E, R, out)
         y = self.matmul(x, self.cast(self.matrix(), self.dtype))
         return self.bias_add(y, self.cast(self.bias, self.dtype)) if self.has_bias else y

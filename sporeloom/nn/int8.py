@@ -5,7 +5,6 @@ from mindspore import Parameter, nn, ops
 from mindspore import dtype as mstype
 from mindspore.common.initializer import initializer
 
-from sporeloom.nn.dropless import GroupedProduct, OfRows, has_operator
 from sporeloom.nn.embedding import Embedding
 from sporeloom.nn.head import Head, TiedHead
 from sporeloom.nn.linear import MAX_KERNEL_ROWS, Linear
@@ -55,22 +54,10 @@ class Int8ExpertLinear(nn.Cell):
         self.weight, self.scale = _int8(linear.weight.shape), _scale((experts, 1, out))
         self.dtype, self.has_bias = linear.dtype, linear.has_bias
         self.matmul, self.rescale, self.cast = ops.BatchMatMul(transpose_b=True), ops.Mul(), ops.Cast()
-        self.grouped, self.scale_of_rows, self.row_rescale = GroupedProduct(), OfRows(), ops.Mul()
         if self.has_bias:
-            self.bias, self.bias_add, self.of_rows, self.row_bias_add = linear.bias, ops.Add(), OfRows(), ops.Add()
+            self.bias, self.bias_add = linear.bias, ops.Add()
 
-    def construct(self, x, counts=None, experts=None):  # (E, R, in) -> (E, R, out), or sorted rows (R, in) -> (R, out)
-        if counts is not None:
-            as_int8 = not has_operator(
-                self.grouped.operator_on_cpu
-            )  # NumPy casts the matrices of experts that have rows
-            y = self.grouped(x, self.weight if as_int8 else self.cast(self.weight, self.dtype), counts)
-            scale = self.scale_of_rows(self.scale, experts, self.dtype)
-            y = self.row_rescale(y, scale)
-            if self.has_bias:
-                bias = self.of_rows(self.bias, experts, self.dtype)
-                y = self.row_bias_add(y, bias)
-            return y
+    def construct(self, x):  # (E, R, in) -> (E, R, out)
         y = self.rescale(self.matmul(x, self.cast(self.weight, self.dtype)), self.cast(self.scale, self.dtype))
         return self.bias_add(y, self.cast(self.bias, self.dtype)) if self.has_bias else y
 

@@ -19,7 +19,7 @@ from sporeloom.models.cells import CountingCell, ExpertCell
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.parts.spec import ParameterSpecs
 from sporeloom.nn.dispatch import AssignedExperts, CombineWeights, DispatchIndices
-from sporeloom.nn.dropless import GroupedProduct, OfRows, Permute, SortedRows, computes_groups
+from sporeloom.nn.dropless import GroupedProduct, OfRows, Permute, SortedRows, has_fast_product
 from sporeloom.nn.dropout import Dropout
 from sporeloom.nn.mlp import ACTIVATIONS, build_mlp
 from sporeloom.nn.parameter import declared_parameter
@@ -78,10 +78,11 @@ class ExpertMLPs(nn.Cell):
         self.down = ExpertLinear(specs.within("down"), dtype)
 
     def construct(self, x, counts=None, experts=None):
-        y = self.activation(self.gate(x, counts, experts) if self.is_gated else self.up(x, counts, experts))
+        of_rows = () if counts is None else (counts, experts)
+        y = self.activation(self.gate(x, *of_rows) if self.is_gated else self.up(x, *of_rows))
         if self.is_gated:
-            y = self.gate_mul(y, self.up(x, counts, experts))
-        return self.down(y, counts, experts)
+            y = self.gate_mul(y, self.up(x, *of_rows))
+        return self.down(y, *of_rows)
 
 
 class MoE(nn.Cell, CountingCell, ExpertCell):
@@ -154,8 +155,8 @@ class MoE(nn.Cell, CountingCell, ExpertCell):
             probs = self.probs_by_group(probs, (count, length, self.settings.num_experts))  # (N, E) -> (G, L, E)
             choices = self.choices(ops.stop_gradient(probs))  # (G, L, k)
         chosen, of_all, one_hot = self.assigned(choices, is_choice)
-        has_operator, place, owners = self.experts.up.grouped.operator_on_cpu, None, None
-        is_sorted = capacity >= length and computes_groups(self.sorts_rows, has_operator, count * length)
+        place, owners = None, None
+        is_sorted = self.sorts_rows and capacity >= length and self.sorts(count * length)
         if is_sorted:
             kept = _ones(count, self.chosen * length) if is_choice is None else is_choice
         else:
@@ -180,6 +181,10 @@ class MoE(nn.Cell, CountingCell, ExpertCell):
         """The same of each choice: (G, L) -> (G, k*L)."""
         is_choice = self.each_choice(self.expand_tokens(is_token, 1), _ones(self.chosen, 1))  # (G, k, L)
         return self.in_order(is_choice, (groups, self.chosen * length))
+
+    def sorts(self, num_tokens):
+        """Whether there is a product of groups that is faster for so many tokens."""
+        return has_fast_product(self.experts.up.grouped.operator_on_cpu, num_tokens)
 
     def through_sorted(self, x, chosen, one_hot, sizes):
         """Results of the choices of rows (N, D), (G, k*L, D): each expert computes its own rows."""

@@ -125,10 +125,11 @@ class Dimensions(Widths):
             return self, self
         return dataclasses.replace(self, expert_layers=0), dataclasses.replace(self, expert_layers=self.num_layers)
 
-    def computed_rows(self, ep: int) -> float:
+    def computed_rows(self, ep: int, sorts_rows: bool = True) -> float:
         """Computed rows per row that experts get: E / k if ranks exchange the rows of experts without a capacity limit, each
-        of which then has capacity for all tokens."""
-        return self.num_experts / self.experts_per_token if self.dropless and ep > 1 else self.expert_rows
+        of which then has capacity for all tokens, as in inference, where rows are not sorted."""
+        has_all = self.dropless and (ep > 1 or not sorts_rows)
+        return self.num_experts / self.experts_per_token if has_all else self.expert_rows
 
     @property
     def expert_share(self) -> float:

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from sporeloom import __version__
 from sporeloom.core.files import read_private
+from sporeloom.core.json_text import json_text
 from sporeloom.core.lines import split_lines
 from sporeloom.core.log import LogBudget, counted, milestone
 from sporeloom.inference.kernels import kernel_library, num_threads
@@ -87,7 +88,7 @@ class BlockStore:
         """The hash that those of an owner's first blocks continue; None: they are not stored."""
         if owner not in self._roots:
             key = self._owner_key(owner)
-            text = json.dumps([self._computation, key])
+            text = json_text([self._computation, key])
             self._roots[owner] = None if key is None else hashlib.sha256(text.encode()).digest()
         return self._roots[owner]
 
@@ -114,7 +115,7 @@ class BlockStore:
             problem = str(error)
         with self._lock:
             self._total -= self._sizes.pop(name, 0)
-        self._log.log("unusable", f"{path}: not used, and computed again: {problem}")
+        self._log.log("unusable", f"{path}: not used, but recomputed: {problem}")
         return None
 
     def save(self, name: bytes, numbers: Numbers) -> None:
@@ -197,7 +198,7 @@ class BlockStore:
 
     def _write(self, name: bytes, numbers: Numbers) -> None:
         head = {"name": name.hex(), "arrays": [[list(each.shape), each.dtype.str] for each in numbers]}
-        body = json.dumps(head).encode() + b"\n" + b"".join(each.tobytes() for each in numbers)
+        body = json_text(head).encode() + b"\n" + b"".join(each.tobytes() for each in numbers)
         content = FORMAT + hashlib.sha256(body).hexdigest().encode() + b"\n" + body
         if len(content) > self.max_bytes:
             return
@@ -246,14 +247,14 @@ def computation_hash(net: nn.Cell, more: Mapping[str, Any]) -> str:
             digest.update(value.reshape(-1).view(np.uint8).data)
     library = kernel_library() if net.num_kernels else None
     about = {
-        "flags": dict(more),
+        "flags": sorted(more.items()),
         "weights": digest.hexdigest(),
         "kernels": [net.num_kernels, library.stem if library else ""],
         "threads": num_threads(),
         "cpu": _cpu(),
         "versions": [__version__, ms.__version__, np.__version__, sources_hash()],
     }
-    return hashlib.sha256(json.dumps(about, sort_keys=True, default=repr).encode()).hexdigest()
+    return hashlib.sha256(repr(sorted(about.items())).encode()).hexdigest()
 
 
 def _cpu() -> str:

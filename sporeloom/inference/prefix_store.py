@@ -115,7 +115,7 @@ class BlockStore:
             problem = str(error)
         with self._lock:
             self._total -= self._sizes.pop(name, 0)
-        self._log.log("unusable", f"{path}: not used, and recomputed: {problem}")
+        self._log.log("unusable", f"{path}: not used, but recomputed: {problem}")
         return None
 
     def save(self, name: bytes, numbers: Numbers) -> None:
@@ -247,14 +247,14 @@ def computation_hash(net: nn.Cell, more: Mapping[str, Any]) -> str:
             digest.update(value.reshape(-1).view(np.uint8).data)
     library = kernel_library() if net.num_kernels else None
     about = {
-        "flags": dict(more),
+        "flags": sorted(more.items()),
         "weights": digest.hexdigest(),
         "kernels": [net.num_kernels, library.stem if library else ""],
         "threads": num_threads(),
         "cpu": _cpu(),
         "versions": [__version__, ms.__version__, np.__version__, sources_hash()],
     }
-    return hashlib.sha256(json_text(about, sort_keys=True, default=repr).encode()).hexdigest()
+    return hashlib.sha256(repr(sorted(about.items())).encode()).hexdigest()
 
 
 def _cpu() -> str:

@@ -124,7 +124,7 @@ def test_a_file_that_is_not_as_it_was_written_is_not_used(how, tmp_path, capsys)
     damage(path, how)
     capsys.readouterr()
     assert num_cached(tmp_path, request(PROMPT[:5], 1)) == 0
-    lines = [line for line in capsys.readouterr().err.split("\n") if "not used, and computed again" in line]
+    lines = [line for line in capsys.readouterr().err.split("\n") if "not used, but recomputed" in line]
     assert len(lines) == 1 and str(path) in lines[0]
     assert num_cached(tmp_path, request(PROMPT[:5], 1)) == 4  # it was written again
 

@@ -288,8 +288,7 @@ class ModelConfig(Widths):
 
     def without_mtp(self) -> ModelConfig:
         """This model without its layers of multi-token prediction."""
-        windows = self.windows[: self.num_layers]
-        return dataclasses.replace(self, num_mtp_layers=0, windows=windows) if self.num_mtp_layers else self
+        return dataclasses.replace(self, num_mtp_layers=0, windows=self.windows[: self.num_layers])
 
     def with_value_head(self) -> ModelConfig:
         """The reward model, or critic, of this size."""

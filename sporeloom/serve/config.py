@@ -334,19 +334,18 @@ def _runtime_lora_problems(config: ServeConfig) -> list[str]:
 
 def _prefix_dir_problems(config: ServeConfig, model: ModelConfig | None, strategy: Strategy | None) -> list[str]:
     """List what is wrong with the flags for prompts on disk."""
-    folder = config.prefix_cache_dir
+    folder, size, problems = config.prefix_cache_dir, config.prefix_cache_dir_gb, list[str]()
     if folder is None:
-        size = config.prefix_cache_dir_gb
         return [] if size is None else [f"--prefix-cache-dir-gb {size} is for files; add --prefix-cache-dir FOLDER"]
-    flag, problems = f"--prefix-cache-dir {folder}", []
     if not config.prefix_cache_gb:
-        problems.append(f"{flag}: blocks are stored from memory; leave out --prefix-cache-gb 0")
+        problems.append("blocks are stored from memory; leave out --prefix-cache-gb 0")
     if model and model.has_convolutions:
-        problems.append(f"{flag}: models with causal convolutions have no prefix cache; leave it out")
+        problems.append("models with causal convolutions have no prefix cache; leave it out")
     if strategy and strategy.mesh.size > 1:
-        problems.append(f"{flag}: for one device, but the strategy has {strategy.mesh.size}; leave out one of them")
-    reason = f"{folder}: it is a file" if folder.is_file() else unwritable(folder)
-    return [*problems, *([f"--prefix-cache-dir {reason}; give a folder"] if reason else [])]
+        problems.append(f"for one device, but the strategy has {strategy.mesh.size}; leave out one of them")
+    if reason := "it is a file" if folder.is_file() else (unwritable(folder) or "").removeprefix(f"{folder}: "):
+        problems.append(f"{reason}; give a folder")
+    return [f"--prefix-cache-dir {folder}: {problem}" for problem in problems]
 
 
 def _read_word(

@@ -135,7 +135,7 @@ def by_models(checkpoint, drafts, strategy=None, num_rows=ROWS, count=10):
     for place in drafts:
         flags = SpeculationFlags(speculate="model", draft_model=Path(place), num_speculative_tokens=DRAFTS)
         draft = read_draft(flags, (family, config), file, None, "float32")
-        speculation = open_speculation(flags, draft, engine, shape)
+        speculation = open_speculation(flags, draft, engine, drafting)
         scheduler = opened(drafting, engine, prefix_cache(drafting, cache_bytes(config, 1, 1), 2**26), speculation)
         told, counts = {}, {}
         for name, ask in (("mixed", asked), ("warm", asked), ("greedy", greedy)):

@@ -38,7 +38,6 @@ from sporeloom.planner.cluster import Cluster, read_cluster  # noqa: E402
 from sporeloom.planner.dimensions import of_decoder  # noqa: E402
 from sporeloom.planner.errors import NoInterval, time_interval  # noqa: E402
 from sporeloom.planner.parallelism import Parallelism  # noqa: E402
-from sporeloom.planner.report import TOO_MANY_ROWS  # noqa: E402
 from sporeloom.planner.search import Option, PlanRequest, describe, search  # noqa: E402
 from sporeloom.strategy.checks import model_problems  # noqa: E402
 from sporeloom.strategy.config import Strategy  # noqa: E402
@@ -207,7 +206,7 @@ def training_row(card: Card, cluster: str, capacity_factor: float | None = None)
 
 def training(card: Card) -> str:
     rows = [training_row(card, cluster) for cluster in CLUSTERS]
-    if card.config.experts and of_decoder(card.config).computed_rows(ep=2) > TOO_MANY_ROWS:
+    if card.config.experts and of_decoder(card.config).dropless:
         rows += [training_row(card, cluster, CAPACITY_FACTOR) for cluster in CLUSTERS]
     heads = ("cluster", "step", "interval", "tokens/s", "MFU", "memory", "strategy")
     said = f"Training on {card.devices} devices, {card.batch} sequences of {card.seq_len} tokens a step:"

@@ -135,7 +135,7 @@ def _stages(run: DryRun) -> list[dict[str, Any]]:
     unsharded = [sum(both) for both in zip(stage_parameters(dims, job), expert_parameters(dims, job), strict=True)]
     tokens = run.batch_size // job.dp * run.seq_len // job.cp
     passes, (dense, sparse) = 1 if run.config.inference else 3, dims.kinds
-    computed = dims.computed_rows(job.ep, sorts_rows=not run.config.inference)
+    computed = dataclasses.replace(job, sorts_rows=job.sorts_rows and not run.config.inference).expert_rows(dims)
     rows = int(dims.experts_per_token * computed * dims.expert_parameters)  # multiplied with a token
     stages = []
     memories = task_memory(dims, job, run.task)

@@ -80,6 +80,7 @@ def job_of(
         ulysses=mesh.cp > 1 and strategy.context_parallel == "ulysses",
         ep=mesh.ep,
         expert_tp=mesh.tp * mesh.dp // mesh.ep if mesh.ep > mesh.dp else 0,
+        sorts_rows=strategy.sorts_expert_rows,
         microbatch=max(1, batch_size // mesh.dp // microbatches),
         num_microbatches=microbatches,
         virtual_stages=strategy.pipeline.virtual_stages,
@@ -278,7 +279,7 @@ def _expert_traffic(dims: Dimensions, job: Parallelism, stage: int, again: int) 
     layers, with_experts = job.stages(dims.num_layers)[stage], job.expert_layers(dims)[stage]
     if not dims.num_experts:
         return found
-    computed = dims.experts_per_token * dims.seq_len * dims.computed_rows(job.ep)
+    computed = dims.experts_per_token * dims.seq_len * job.expert_rows(dims)
     room = min(dims.seq_len, math.ceil(computed / dims.num_experts))
     rows = job.num_microbatches * dims.num_experts * room * job.microbatch
     moved = with_experts * rows * dims.hidden_size * job.activation_bytes

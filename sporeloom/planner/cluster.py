@@ -188,6 +188,11 @@ class Cluster:
         return cls(**{"chip": chip, **sheet, **changes})
 
     @property
+    def has_grouped_products(self) -> bool:
+        """Whether experts can compute their own rows alone: MindSpore has no such product for GPUs."""
+        return self.chip.startswith(("ascend", "cpu"))
+
+    @property
     def fitted(self) -> Efficiency:
         if self.measured:
             return self.measured[0].efficiency

@@ -71,7 +71,7 @@ class Dimensions(Widths):
     router_losses: Natural = 0
     """Number of losses of a layer's router: 0 to 2."""
     expert_rows: Positive = 1.0
-    """Computed rows per row that experts get: the capacity factor; 1 without a capacity limit (see `computed_rows`)."""
+    """Computed rows per row that experts get: the capacity factor; 1 without a limit (see `Parallelism.expert_rows`)."""
     dropless: bool = False
     """Experts have no capacity limit."""
     expert_imbalance: Positive = 1.0
@@ -124,12 +124,6 @@ class Dimensions(Widths):
         if not self.num_experts:
             return self, self
         return dataclasses.replace(self, expert_layers=0), dataclasses.replace(self, expert_layers=self.num_layers)
-
-    def computed_rows(self, ep: int, sorts_rows: bool = True) -> float:
-        """Computed rows per row that experts get: E / k if ranks exchange the rows of experts without a capacity limit, each
-        of which then has capacity for all tokens, as in inference, where rows are not sorted."""
-        has_all = self.dropless and (ep > 1 or not sorts_rows)
-        return self.num_experts / self.experts_per_token if has_all else self.expert_rows
 
     @property
     def expert_share(self) -> float:

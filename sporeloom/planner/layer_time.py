@@ -87,7 +87,7 @@ def experts_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> LayerTi
     """
     fitted, share = rates.experts, dims.expert_share
     tokens, h, parts = job.microbatch * dims.seq_len / job.cp, dims.hidden_size, job.parts_of_expert
-    rows = tokens * dims.experts_per_token * dims.computed_rows(job.ep) * dims.expert_imbalance * parts / job.tp
+    rows = tokens * dims.experts_per_token * job.expert_rows(dims) * dims.expert_imbalance * parts / job.tp
     local = dims.num_experts / job.ep
     each, width = rows / local, dims.expert_ffn_size / parts
     products = (dims.mlp_matrices - 1) * rates.matmul(each, width, h) + rates.matmul(each, h, width)

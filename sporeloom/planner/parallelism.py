@@ -39,6 +39,9 @@ class Parallelism:
     """Number of ranks along dp (and cp) that the experts are sharded over."""
     expert_tp: int = 0
     """Number of parts into which tp shards each expert; 0: as many as tp."""
+    sorts_rows: bool = True
+    """Experts without a capacity limit compute their own rows alone (`Strategy.sorts_expert_rows`), as in training on devices
+    that have products of groups. Else each has capacity for all tokens."""
     sends_once: bool = False
     """A token goes to each node once, however many of its experts are there, from one tensor parallel rank, and what these
     ranks compute is added up once a token, as libraries for experts do; else once for each expert, from all these ranks, as
@@ -95,6 +98,12 @@ class Parallelism:
     """Passes are graphs of this package: gradients are cast to float32 and added up in kernels of their own, those of
     replicas are reduced after the last pass, and a stage sends without waiting. Else as in the engines of published
     runs, which add up in the products' kernels and reduce while the last backward pass runs."""
+
+    def expert_rows(self, dims: Dimensions) -> float:
+        """Computed rows per row that experts get: E / k without a capacity limit, if ranks exchange rows or do not sort them,
+        as each expert then has capacity for all tokens."""
+        has_all = dims.dropless and self.own_graphs and (self.ep > 1 or not self.sorts_rows)
+        return dims.num_experts / dims.experts_per_token if has_all else dims.expert_rows
 
     @property
     def mesh(self) -> Mesh:

@@ -70,10 +70,10 @@ def table(request: PlanRequest, options: list[Option]) -> str:
         f"{name.replace('_', ' ')} {seconds:.2f} s" for name, seconds in vars(best.time).items() if seconds > 0
     )
     stages = ", ".join(f"{stage.total / GB:.1f}" for stage in best.memory)
-    if (computed := dims.computed_rows(best.job.ep)) > TOO_MANY_ROWS:
+    if (computed := best.job.expert_rows(dims)) > TOO_MANY_ROWS:
         lines += [
             "",
-            f"experts compute {computed:.1f} rows for each that they get, as they have no capacity limit and ep is above 1; "
+            f"experts compute {computed:.1f} rows for each that they get, as each has capacity for all tokens; "
             + ("give the model a capacity_factor" if request.task.has_drops else f"{request.task.name} drops none"),
         ]
     lines += ["", f"the best one's step: {shares}", f"memory of its stages, GB: {stages}"]

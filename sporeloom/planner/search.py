@@ -73,6 +73,7 @@ class Option:
 
 def evaluate(dims: Dimensions, job: Parallelism, cluster: Cluster, task: TrainedTask = PLAIN_TEXT) -> Option:
     """Estimate the cost of one strategy. For tasks that sample, the time is that of an update."""
+    job = dataclasses.replace(job, sorts_rows=job.sorts_rows and cluster.has_grouped_products)
     memory, adapters = tuple(task_memory(dims, job, task)), max(adapter_parameters(task, dims, job))
     peak = cluster.peak_tflops * 1e12 * (2 if job.precision == "fp8" else 1)
     return Option(

@@ -191,6 +191,12 @@ class Strategy:
         """Whether the graph of one device is compiled, and sharded afterwards."""
         return self.engine != "mindspore" and self.mesh.size > 1
 
+    @property
+    def sorts_expert_rows(self) -> bool:
+        """Whether experts without a capacity limit compute their own rows alone in training, where the device has products
+        of groups: not where ranks exchange rows in equal parts, nor under MindSpore's partitioner, which shards by shapes."""
+        return self.mesh.ep == 1 and (self.is_spmd or self.mesh.size == 1)
+
     def graph_problems(self) -> list[str]:
         """List why dry runs and certificates, which read this package's own graphs, cannot describe this strategy."""
         if self.engine == "mindspore":

@@ -148,7 +148,7 @@ def test_graphs_hold_what_is_implied_and_send_no_more(family, size, name, write)
     tokens = values["job"]["batch_size"] * config.seq_len
     copies = job.tp // math.gcd(job.tp, dims.kv_heads)  # ranks that make the same keys and values
     again = 6 * tokens * layers * 2 * dims.hidden_size * dims.kv_size * (copies - 1)
-    more_rows = dims.experts_per_token * (dims.computed_rows(job.ep) - 1)  # that experts have room for
+    more_rows = dims.experts_per_token * (job.expert_rows(dims) - 1)  # that experts have room for
     again += 6 * tokens * dims.expert_layers * more_rows * dims.expert_parameters
     assert model_flops == pytest.approx(dims.model_flops(tokens) + again, rel=0.01)
 

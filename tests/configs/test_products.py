@@ -47,7 +47,7 @@ def test_plans_count_the_flops_of_graphs(size, write):
     again = flops.pop("recompute")
     more_rows = 0
     if config.experts:  # that experts have room for
-        more_rows = dims.experts_per_token * (dims.computed_rows(planned.ep) - 1) * dims.expert_parameters
+        more_rows = dims.experts_per_token * (planned.expert_rows(dims) - 1) * dims.expert_parameters
     rows = 6 * tokens * (dims.expert_layers + config.num_mtp_layers) * more_rows
     assert sum(flops.values()) == pytest.approx(dims.model_flops(tokens) + rows, rel=0.01)
     model, with_recomputation = (2 * each for each in flops_per_device(dims, planned))

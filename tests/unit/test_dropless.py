@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experts without a capacity limit: their products with their own rows, against experts with capacity for all tokens."""
 
+import dataclasses
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -9,12 +11,21 @@ from mindspore.ops.auto_generate import GroupedMatmulV4
 
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.grouped_product import grouped_outer_product, grouped_product
+from sporeloom.inference.model import build_model
+from sporeloom.models.cells import ExpertCell
 from sporeloom.models.config import ModelConfig
+from sporeloom.models.family import family_module, size_config
 from sporeloom.models.parameters import decoder_specs
 from sporeloom.nn.dropless import GroupedProduct
 from sporeloom.nn.moe import ExpertLinear, MoE
+from sporeloom.parallel.parallelize import parallelize
+from sporeloom.planner.cluster import Cluster
+from sporeloom.planner.dimensions import of_decoder
+from sporeloom.planner.parallelism import Parallelism
+from sporeloom.planner.search import evaluate
 from sporeloom.runtime.cpu.grouped import exchange_grouped_products
 from sporeloom.runtime.spmd.compile import compile_for_one_device
+from sporeloom.strategy.loader import strategy_of
 
 ms.set_context(mode=ms.GRAPH_MODE)
 BATCH, LENGTH, WIDTH, FFN = 2, 20, 16, 24
@@ -183,3 +194,36 @@ def test_sorted_rows_are_multiplied_with_the_matrices_of_their_experts():
     found = Products(linear)(Tensor(x), Tensor(counts), Tensor(experts)).asnumpy()
     everywhere = linear(Tensor(np.stack([x] * 3))).asnumpy()  # (E, R, out)
     np.testing.assert_allclose(found, everywhere[experts, np.arange(6)], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "engine", "sorts"),
+    [
+        ({}, "spmd", True),
+        ({"dp": 2, "tp": 2}, "spmd", True),
+        ({"dp": 2, "ep": 2}, "spmd", False),
+        ({"dp": 2}, "mindspore", False),
+    ],
+)
+def test_rows_are_sorted_where_training_can_and_never_in_inference(mesh, engine, sorts):
+    strategy = strategy_of({"mesh": mesh, "rules": "decoder", "engine": engine})
+    config = size_config("pangu", "gshard_tiny")
+    config = dataclasses.replace(config, experts=dataclasses.replace(config.experts, capacity_factor=None))
+    assert strategy.sorts_expert_rows == sorts
+    net = family_module("pangu", "model").Model(config)
+    if engine != "mindspore":
+        parallelize(net, strategy, whole=False)
+        assert {cell.sorts_rows for _, cell in net.cells_and_names() if isinstance(cell, ExpertCell)} == {sorts}
+        net = build_model("pangu", config, strategy)
+        assert {cell.sorts_rows for _, cell in net.cells_and_names() if isinstance(cell, ExpertCell)} == {False}
+
+
+@pytest.mark.parametrize(("chip", "rows"), [("ascend910b", 1.0), ("h100", 4.0)])
+def test_plans_count_the_rows_that_devices_compute(chip, rows):
+    config = size_config("pangu", "gshard_tiny")
+    config = dataclasses.replace(
+        config, experts=dataclasses.replace(config.experts, num_experts=8, experts_per_token=2, capacity_factor=None)
+    )
+    dims = of_decoder(config)
+    option = evaluate(dims, Parallelism(own_graphs=True, dp=2), Cluster.of_chip(chip))
+    assert option.job.expert_rows(dims) == rows

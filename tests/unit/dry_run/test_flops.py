@@ -16,6 +16,9 @@ CASES = [
     ("MatMulExt", (), (7,), (7,), 7),
     ("BatchMatMulExt", (2, 4, 5), (2, 4, 3), (2, 3, 5), 2 * 4 * 5 * 3),
     ("Dense", (8, 2, 5), (8, 2, 3), (5, 3), 16 * 5 * 3),
+    # Rows of three experts, 7 in all, and the gradient of their matrices.
+    ("GroupedMatmulV4", (7, 5), (7, 4), (3, 4, 5), 7 * 4 * 5),
+    ("GroupedMatmulV4", (3, 4, 5), (4, 7), (7, 5), 7 * 4 * 5),
     # An image (N, C, H, W) = (2, 6, 8, 8) to (2, 4, 6, 6) by filters of 3 x 3, in two groups.
     ("Conv2D", (2, 4, 6, 6), (2, 6, 8, 8), (4, 3, 3, 3), (2 * 4 * 36) * 27),
     ("Conv2DBackpropInput", (2, 6, 8, 8), (2, 4, 6, 6), (4, 3, 3, 3), (2 * 4 * 36) * 27),

@@ -150,6 +150,7 @@ def _jobs(request: PlanRequest) -> Iterator[Parallelism]:
                         pp=pp,
                         cp=cp,
                         ep=ep,
+                        sorts_rows=request.cluster.has_grouped_products,
                         microbatch=microbatch,
                         num_microbatches=batch // dp // microbatch,
                         precision=request.precision,

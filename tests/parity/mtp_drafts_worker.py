@@ -26,7 +26,7 @@ from sporeloom.strategy.loader import load_strategy
 ROWS, SLOTS, CHUNK = 8, 96, 16
 
 
-def requests(config, count=8):
+def requests(config, count=4):
     """Prompts of several lengths, two of which begin alike; every other one is sampled."""
     draw = np.random.default_rng(5)
     beginning = draw.integers(1, config.vocab_size, 40).tolist()
@@ -34,7 +34,7 @@ def requests(config, count=8):
         prompt = draw.integers(1, config.vocab_size, (3, 9, 26, 45)[number % 4]).tolist()
         prompt = [*beginning, *prompt[:7]] if number % 3 == 0 else prompt
         sampling = SamplingConfig(temperature=0.0 if number % 2 else 0.7, seed=number)
-        yield Request(prompt, 18, Sampler(sampling, (), config.vocab_size), lambda tokens: False, number, num_top=2)
+        yield Request(prompt, 12, Sampler(sampling, (), config.vocab_size), lambda tokens: False, number, num_top=2)
 
 
 def answers(scheduler, asked):

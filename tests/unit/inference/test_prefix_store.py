@@ -202,3 +202,28 @@ def test_a_disk_that_is_full_stops_no_answer(tmp_path, capsys, monkeypatch):
     assert answers(scheduler, [request(PROMPT, 1)]) == [alone(Recalling(1), request(PROMPT, 1))]
     scheduler.cache.close()
     assert capsys.readouterr().err.count("no more blocks are written: No space left on device") == 1
+
+
+def test_what_is_not_a_regular_file_is_neither_counted_nor_removed(tmp_path, capsys):
+    folder, target = tmp_path / "cache", tmp_path / "target"
+    folder.mkdir()
+    target.write_bytes(b"mine")
+    (folder / f"{'a' * 64}.block").mkdir()
+    (folder / f"{'b' * 64}.block").symlink_to(target)
+    store = open_store(folder, max_bytes=1)
+    assert store.num_blocks == 0 and len(list(folder.iterdir())) == 2 and target.read_bytes() == b"mine"
+    assert "not a regular file" in capsys.readouterr().err
+    store.close([])
+
+
+def test_a_block_that_cannot_be_removed_is_reported(tmp_path, capsys, monkeypatch):
+    num_cached(tmp_path)
+
+    def refuse(path, missing_ok=False):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(type(tmp_path), "unlink", refuse)
+    store = open_store(tmp_path, max_bytes=1)
+    assert store.num_blocks == 0
+    assert "cannot be removed: Operation not permitted" in capsys.readouterr().err
+    store.close([])

@@ -86,7 +86,7 @@ class OpenPanguTwoTokenizer(SpecialTokens):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode to text; tokens that the file declares special are left out."""
-        return self._whole.decode([int(i) for i in ids if int(i) < self._size], skip_special_tokens=True)
+        return b"".join(self.token_bytes(int(i)) for i in ids).decode("utf-8", "replace")
 
     def token_bytes(self, token: int) -> bytes:
         name = None if token in self._hidden else self.token_name(token)

@@ -15,7 +15,7 @@ FEW = 2
 
 @dataclass
 class _Line:
-    """Seconds = `fixed` + `each` x number of tokens, by least squares with weights that decay."""
+    """Seconds = `fixed` + `each` x number of tokens, by nonnegative least squares with weights that decay."""
 
     sums: list[float] = field(default_factory=lambda: [0.0] * 5)
 
@@ -27,7 +27,8 @@ class _Line:
         count, x, xx, y, xy = self.sums
         spread = count * xx - x * x
         each = max(0.0, (count * xy - x * y) / spread) if spread > 1e-6 * count * xx else 0.0
-        return (y - each * x) / count + each * tokens
+        fixed = (y - each * x) / count
+        return fixed + each * tokens if fixed >= 0 else xy / xx * tokens
 
 
 class DraftLength:

@@ -134,21 +134,28 @@ class PrefixCache:
         later, whatever has been stored meanwhile."""
         blocks, parent, path = self._of(row), owner, list[Hashable]()
         name = self.store.root(owner) if loads and self.store else None
+        has_loaded = False
         for start in range(0, len(tokens) - self.block + 1, self.block):
             key = parent, tuple(tokens[start : start + self.block])
-            block = blocks.get(key) or self._load(row, key, name, path)
+            block = blocks.get(key)
+            if block is None and name and len(path) < self.num_blocks:
+                # The first load makes the path the newest; later ones are newer still, so that others are dropped.
+                block = self._load(row, key, name, () if has_loaded else path)
+                has_loaded = has_loaded or block is not None
             if block is None:
-                return
+                break
             yield key, block
             path.append(key)
             parent, name = block.id, block.name if loads else None
+        if has_loaded:
+            self._use(row, path)
 
     def _load(
-        self, row: int, key: tuple[Hashable, tuple[int, ...]], before: bytes | None, path: Sequence[Hashable]
+        self, row: int, key: tuple[Hashable, tuple[int, ...]], before: bytes, path: Sequence[Hashable]
     ) -> _Block | None:
-        """Read a stored block into the memory, from which none of those before it is dropped. `before`: the name of the block
-        before it."""
-        if not self.store or not before or len(path) == self.num_blocks:
+        """Read a stored block into the memory. `before`: the name of the block before it; `path`: blocks to use first, so
+        that none of them is dropped."""
+        if not self.store:
             return None
         name = self.store.child(before, key[1])
         numbers = self.store.load(name)

@@ -166,13 +166,19 @@ class BlockStore:
         found, others = [], 0
         with os.scandir(self.folder) as entries:
             for entry in entries:
-                if match := NAME.fullmatch(entry.name):
-                    about = entry.stat(follow_symlinks=False)
-                    found.append((about.st_mtime_ns, bytes.fromhex(match[1]), about.st_size))
-                elif PARTIAL.fullmatch(entry.name):  # of a process that was killed
-                    os.unlink(entry.path)
-                elif not entry.name.startswith("."):
-                    others += 1
+                try:
+                    is_file = entry.is_file(follow_symlinks=False)
+                    if is_file and (match := NAME.fullmatch(entry.name)):
+                        about = entry.stat(follow_symlinks=False)
+                        found.append((about.st_mtime_ns, bytes.fromhex(match[1]), about.st_size))
+                    elif is_file and PARTIAL.fullmatch(entry.name):  # of a process that was killed
+                        os.unlink(entry.path)
+                    elif NAME.fullmatch(entry.name):
+                        self._log.log("irregular", f"{entry.path}: not used, but recomputed: not a regular file")
+                    elif not entry.name.startswith("."):
+                        others += 1
+                except OSError as error:
+                    self._log.log("unreadable", f"{entry.path}: ignored: {error.strerror}")
         self._sizes.update((name, size) for _, name, size in sorted(found))
         self._total = sum(self._sizes.values())
         self._remove_oldest()
@@ -184,7 +190,10 @@ class BlockStore:
         while self._total > self.max_bytes:
             name, size = self._sizes.popitem(last=False)
             self._total -= size
-            self._path(name).unlink(missing_ok=True)
+            try:
+                self._path(name).unlink(missing_ok=True)
+            except OSError as error:
+                self._log.log("unremovable", f"{self._path(name)}: cannot be removed: {error.strerror}")
 
     def _write_all(self) -> None:
         while item := self._queue.get():

@@ -61,3 +61,13 @@ def test_texts_that_become_predictable_are_drafted_again():
     for _ in range(60):
         length.verified(1, 1)
     assert length.best(1, 8) > 1
+
+
+def test_steps_whose_time_grows_faster_than_their_tokens_take_no_negative_time():
+    length = DraftLength()
+    for _ in range(40):
+        for num_tokens in (4, 8, 16):
+            length.stepped(num_tokens, num_tokens**2 / 1000)
+        length.drafted(1, 8, 0.0)
+        length.verified(8, 0)
+    assert length.best(1, 8) == 0

@@ -202,3 +202,42 @@ def test_a_disk_that_is_full_stops_no_answer(tmp_path, capsys, monkeypatch):
     assert answers(scheduler, [request(PROMPT, 1)]) == [alone(Recalling(1), request(PROMPT, 1))]
     scheduler.cache.close()
     assert capsys.readouterr().err.count("no more blocks are written: No space left on device") == 1
+
+
+@pytest.mark.parametrize("num_blocks", [50, 100])
+def test_the_work_to_load_a_prompt_is_linear_in_its_blocks(num_blocks, tmp_path, monkeypatch):
+    """50: all blocks of another prompt are dropped for it."""
+    prompt, used = [token % VOCAB for token in range(200)], []
+    num_cached(tmp_path, request(prompt, 1), num_blocks=num_blocks)
+    scheduler = open_scheduler(tmp_path, num_blocks=num_blocks)
+    answers(scheduler, [request([9] * 200, 1)])
+    cache, use = scheduler.cache, BlockStore.use
+    monkeypatch.setattr(BlockStore, "use", lambda store, name: (used.append(name), use(store, name)))
+    assert cache.num_found(0, (0, 0, 0, ""), prompt) == 200
+    assert 50 <= len(used) <= 3 * 50
+    cache.close()
+
+
+def test_what_is_not_a_regular_file_is_neither_counted_nor_removed(tmp_path, capsys):
+    folder, target = tmp_path / "cache", tmp_path / "target"
+    folder.mkdir()
+    target.write_bytes(b"mine")
+    (folder / f"{'a' * 64}.block").mkdir()
+    (folder / f"{'b' * 64}.block").symlink_to(target)
+    store = open_store(folder, max_bytes=1)
+    assert store.num_blocks == 0 and len(list(folder.iterdir())) == 2 and target.read_bytes() == b"mine"
+    assert "not a regular file" in capsys.readouterr().err
+    store.close([])
+
+
+def test_a_block_that_cannot_be_removed_is_reported(tmp_path, capsys, monkeypatch):
+    num_cached(tmp_path)
+
+    def refuse(path, missing_ok=False):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(type(tmp_path), "unlink", refuse)
+    store = open_store(tmp_path, max_bytes=1)
+    assert store.num_blocks == 0
+    assert "cannot be removed: Operation not permitted" in capsys.readouterr().err
+    store.close([])

@@ -168,3 +168,9 @@ def test_a_configuration_that_adds_a_token_elsewhere_is_refused(tmp_path):
     write_config(tmp_path, added_tokens_decoder={"3": {"content": "<think>"}})
     with pytest.raises(ConfigError, match="adds '<think>' as token 3"):
         served(tmp_path)
+
+
+def test_added_tokens_outside_ascii_are_decoded_as_their_bytes_are(tmp_path):
+    tokenizer = open_tokenizer(write(tmp_path, names=(*MARKERS, "höy"), special=("höy",)))
+    ids = [*tokenizer.encode_document("th"), tokenizer.special["höy"], tokenizer.special["<think>"]]
+    assert tokenizer.decode(ids) == "thhöy" == b"".join(map(tokenizer.token_bytes, ids)).decode()

@@ -396,6 +396,5 @@ def fields_of_layers(config: ModelConfig, count: int) -> dict[str, Any]:
         layers = tuple(layer for layer in indexer.layers if layer < count)
         indexer = dataclasses.replace(indexer, layers=layers) if layers else None
     if streams:
-        normed = tuple(layer for layer in streams.norm_layers if layer < count)
-        streams = dataclasses.replace(streams, norm_layers=normed)
+        streams = dataclasses.replace(streams, norm_layers=tuple(each for each in streams.norm_layers if each < count))
     return {"num_layers": count, "windows": windows, "indexer": indexer, "streams": streams}

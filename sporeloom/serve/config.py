@@ -9,8 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from sporeloom.checkpoint.adapters import Adapter, empty_adapter, read_adapter
-from sporeloom.checkpoint.generation_config import with_end_tokens
+from sporeloom.checkpoint.adapters import Adapter, empty_adapter
 from sporeloom.checkpoint.model_folder import weight_problems
 from sporeloom.core.command_line import argument, option
 from sporeloom.core.errors import ConfigError, Problems
@@ -24,11 +23,10 @@ from sporeloom.inference.config import ComputeFlags
 from sporeloom.inference.formats import CALLS, PLAIN, REASONING, ChatFormat, chat_format
 from sporeloom.inference.pooling import Pooling
 from sporeloom.inference.speculation_config import DraftModel, SpeculationFlags, read_draft, speculation_problems
-from sporeloom.models.adapters import ADAPTER_CONFIG, base_folder, is_adapter_folder, is_reward_adapter
 from sporeloom.models.config import ModelConfig
-from sporeloom.models.family import family_module
 from sporeloom.serve.hosts import AllowedHosts, AllowedOrigins
 from sporeloom.serve.listening import listen
+from sporeloom.serve.lora_modules import read_module
 from sporeloom.strategy.checks import launch_problems, model_problems
 from sporeloom.strategy.config import SINGLE_DEVICE, Strategy
 from sporeloom.strategy.loader import load_strategy
@@ -359,45 +357,8 @@ def _read_word(
     name, _, place = word.partition("=")
     if not name or not place:
         raise ConfigError(f"--lora-modules {word}: write NAME=FOLDER")
-    return name, *read_module(f"--lora-modules {word}", Path(place), config, family, model, known)
 
+    def tokenizer() -> Tokenizer:
+        return known[0].tokenizer if known else folder_tokenizer(family, config.checkpoint, model, config.tokenizer)
 
-class OtherBaseError(ConfigError):
-    """Adapters of another model. The message has paths of this machine."""
-
-
-def read_module(
-    source: str, folder: Path, config: ServeConfig, family: str, model: ModelConfig, known: Sequence[ServedModel]
-) -> tuple[Tokenizer, tuple[int, ...], Adapter]:
-    """Read tokenizer, stop ids and adapters of a folder; `source`: what names it, for messages.
-
-    Raises:
-        ConfigError: no such folder, or adapters of another model.
-    """
-    if not is_adapter_folder(folder):
-        raise ConfigError(f"{source}: {folder / ADAPTER_CONFIG} is not there; a folder of adapters has it")
-    base = _base(folder)
-    if base and not base.samefile(config.checkpoint):
-        raise OtherBaseError(
-            f"{source}: adapters of {base}, but this server runs {config.checkpoint}; if both are "
-            f"the same, name the latter in {folder / ADAPTER_CONFIG}, base_model_name_or_path"
-        )
-    if is_reward_adapter(folder):
-        raise ConfigError(f"{source}: adapters of a reward model, which generates no text")
-    adapter = read_adapter(folder, family, model)
-    own = any((folder / file).is_file() for file in family_module(family, "tokenizer").FILE_NAMES)
-    if own:
-        tokenizer = folder_tokenizer(family, folder, model)
-    elif known:
-        tokenizer = known[0].tokenizer
-    else:
-        tokenizer = folder_tokenizer(family, config.checkpoint, model, config.tokenizer)
-    return tokenizer, with_end_tokens(model, folder).end_ids, adapter
-
-
-def _base(folder: Path) -> Path | None:
-    """Find the model folder that adapters belong to, if it is here."""
-    try:
-        return base_folder(folder)
-    except ConfigError:
-        return None
+    return name, *read_module(f"--lora-modules {word}", Path(place), config.checkpoint, family, model, tokenizer)

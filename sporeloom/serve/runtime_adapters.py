@@ -14,9 +14,10 @@ from sporeloom.core.errors import ConfigError
 from sporeloom.core.log import milestone
 from sporeloom.inference.formats import chat_format
 from sporeloom.serve.adapter_slots import BUSY, AdapterLoad
-from sporeloom.serve.config import OtherBaseError, ServedModel, ServeJob, read_module
+from sporeloom.serve.config import ServedModel, ServeJob
 from sporeloom.serve.constraint import vocabulary
 from sporeloom.serve.fields import Fields, RequestError, shown
+from sporeloom.serve.lora_modules import OtherBaseError, read_module
 from sporeloom.serve.service import Service
 from sporeloom.serve.work import Workers
 
@@ -107,9 +108,11 @@ class RuntimeAdapters:
         Raises:
             RequestError: they cannot be served here.
         """
-        job, base = self._job, self._job.models[:1]
+        job, base = self._job, self._job.models[0]
         try:
-            tokenizer, stop_ids, adapter = read_module("lora_path", folder, job.config, job.family, job.model, base)
+            tokenizer, stop_ids, adapter = read_module(
+                "lora_path", folder, job.config.checkpoint, job.family, job.model, lambda: base.tokenizer
+            )
             form = chat_format(tokenizer, job.config.tool_call_parser, job.config.reasoning_parser)
         except OtherBaseError as error:
             milestone(str(error))

@@ -25,6 +25,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 STATED = re.compile(r"\n+The commands of this page take .* process\.\n$")
 LIMIT_S = 900
 READY_S = 180
+LEFT_S = 60
 
 
 class Usage:
@@ -70,14 +71,24 @@ class Usage:
             time.sleep(0.1)
         return self._codes[pid]
 
-    def _reap(self) -> None:
-        """Count what has ended: also ranks that nobody waited for, whose parent this process becomes."""
-        with contextlib.suppress(ChildProcessError):
+    def _reap(self) -> bool:
+        """Count what has ended, also ranks that nobody waited for, whose parent this process becomes; whether any is left."""
+        try:
             while (found := os.wait4(-1, os.WNOHANG))[0]:
                 pid, status, used = found
                 self._codes[pid] = os.waitstatus_to_exitcode(status)
                 self.seconds += used.ru_utime + used.ru_stime
                 self.peak_gb = max(self.peak_gb, used.ru_maxrss * 1024 / 1e9)
+        except ChildProcessError:
+            return False
+        return True
+
+    def wait_for_all(self) -> None:
+        """Wait for what outlives the command that started it: the process that forks those of a dry run."""
+        deadline = time.monotonic() + LEFT_S
+        while self._reap():
+            assert time.monotonic() < deadline, "a process does not end"
+            time.sleep(0.1)
 
 
 def adopt_orphans() -> None:
@@ -108,11 +119,18 @@ def measure(page: str) -> Usage | None:
             if (code != 0) != fails:
                 print(f"{page}: {command}\nends with {code}\n{(folder / 'said.log').read_text()[-2000:]}", flush=True)
                 return None
+    usage.wait_for_all()
     return usage
 
 
 def spoken(seconds: float) -> str:
+    if seconds < 1.5:
+        return "a second"
     return f"{seconds:.0f} seconds" if seconds < 100 else f"{seconds / 60:.0f} minutes"
+
+
+def spoken_size(gigabytes: float) -> str:
+    return f"{gigabytes:.1f} GB" if gigabytes >= 0.1 else "less than 0.1 GB"
 
 
 def main() -> None:
@@ -124,10 +142,11 @@ def main() -> None:
     for page in parser.parse_args().pages:
         if not list(commands(page)) or (usage := measure(page)) is None:
             continue
-        line = f"The commands of this page take {spoken(usage.seconds)} of processor time, and {usage.peak_gb:.1f} GB in the "
+        line = f"The commands of this page take {spoken(usage.seconds)} of processor time, and "
+        line += f"{spoken_size(usage.peak_gb)} in the largest process."
         path = ROOT / page
         text = STATED.sub("\n", path.read_text(encoding="utf-8"))
-        path.write_text(f"{text.rstrip()}\n\n{line}largest process.\n", encoding="utf-8")
+        path.write_text(f"{text.rstrip()}\n\n{line}\n", encoding="utf-8")
         print(page, line, flush=True)
 
 

@@ -7,26 +7,22 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from sporeloom.dry_run.html import memory_bars, table
-from sporeloom.dry_run.summary import GB
+from sporeloom.core.html_report import Series, bars, color, document, folded, heading, legend, size, table
+from sporeloom.dry_run.html import CLOSED_FORM, READ, memory_bars
 from sporeloom.strategy.certificate import CERTIFIED, COVERS
 
-STYLE = """body{font:15px/1.5 system-ui,sans-serif;margin:0 auto;max-width:60em;padding:2em;color:#222}
-h1{font-weight:600;margin-bottom:.2em}h2{margin-top:2.2em;border-bottom:2px solid #eee}
-.verdict{padding:1em 1.5em;border-radius:.6em;color:#fff;margin:1.5em 0}.verdict b{font-size:1.6em}
-.certified{background:#2e7d4f}.refused{background:#b03a3a}.ok{color:#2e7d4f}.wrong{color:#b03a3a}
-table{border-collapse:collapse;width:100%;font-size:.92em}
-td,th{text-align:left;padding:.25em .7em;border-bottom:1px solid #e4e4e4}
-td.n{text-align:right;font-variant-numeric:tabular-nums}code{background:#f3f3f3;padding:.1em .3em;border-radius:.2em}
-.key{display:inline-block;width:1em;height:1em;margin:0 .3em 0 1em;vertical-align:middle}
-.note{color:#666}pre{white-space:pre-wrap}svg text{font:12px system-ui,sans-serif}"""
-COLORS = ("#4878a8", "#c85850", "#78a850", "#9870b0", "#d8a038", "#50a0a0")
+STYLE = """.verdict{padding:1em 1.5em;border-radius:.6em;color:#fff;margin:1.5em 0}.verdict b{font-size:1.5em}
+.certified{background:#2e7d4f}.refused{background:#b03a3a}"""
+PROVED = "proved"
+HUGE = 1e9
+"""Losses beyond it are drawn at the edge: training diverged."""
 QUESTIONS = {
-    "strategy": "Do mesh, rules and model fit each other?",
-    "proof": "Does it train as on one device, scaled down?",
-    "shards": "Do ranks of the full mesh hold the shards that the rules define?",
-    "memory": "Does every stage fit the chip?",
+    "strategy": ("Do mesh, rules and model fit each other?", PROVED),
+    "proof": ("Does it train as on one device, scaled down?", PROVED),
+    "shards": ("Do ranks of the full mesh hold the shards that the rules define?", READ),
+    "memory": ("Does every stage fit the chip?", CLOSED_FORM),
 }
+"""Check -> the question that it answers, and how."""
 
 
 def page(values: dict[str, Any]) -> str:
@@ -36,28 +32,25 @@ def page(values: dict[str, Any]) -> str:
     why = "".join(f"<br>{escape(reason)}" for reason in values["reasons"])
     facts = f"{escape(values['strategy_file'])} &middot; {values['made']}, {values['machine']}"
     sections = [
-        f"<h1>{escape(values['subject'])} on {degrees}</h1><p class='note'>{facts}</p>",
+        f"<style>{STYLE}</style><h1>{escape(values['subject'])} on {degrees}</h1><p class='note'>{facts}</p>",
         f"<div class='verdict {verdict}'><b>{verdict.capitalize()}.</b> {_summary(values)}{why}</div>",
-        "<h2>Checks</h2>" + _questions(values),
-        "<h2>The proof</h2>" + _proof(values),
+        heading("Checks") + _questions(values),
+        heading("The proof", PROVED) + _proof(values),
     ]
     if "faults" in values:
-        sections.append("<h2>Planted faults</h2>" + _faults(values["faults"]))
+        sections.append(heading("Planted faults", PROVED) + _faults(values["faults"]))
     if "full_size" in values:
-        sections += [
-            "<h2>Memory of a device, GB</h2>" + _memory(values),
-            "<h2>Collectives of a step</h2>" + _bytes(values),
-        ]
+        sections.append(heading("Collectives of a step", READ) + _bytes(values))
     if values.get("ranks"):
-        sections.append("<h2>Ranks of the full mesh</h2>" + _ranks(values["ranks"]))
+        sections.append(heading("Ranks of the full mesh", READ) + _ranks(values["ranks"]))
+    if "full_size" in values:
+        sections.append(heading("Memory of a device", "partly estimated", is_estimated=True) + _memory(values))
     if "estimate" in values:
-        sections.append("<h2>Time of a step</h2>" + _time(values))
+        sections.append(heading("Time of a step", CLOSED_FORM, is_estimated=True) + _time(values))
     sections.append("<h2>What it covers</h2>" + _covered(values))
     if values["verdict"] == CERTIFIED and "run" in values:
         sections.append(f"<h2>Run it</h2><pre>{escape(chr(10).join(values['run']))}</pre>")
-    title = escape(f"{verdict}: {values['subject']}")
-    head = f"<meta charset='utf-8'><title>{title}</title><style>{STYLE}</style>"
-    return f"<!doctype html><html lang='en'>{head}<body>{''.join(sections)}</body></html>\n"
+    return document(f"{verdict}: {values['subject']}", sections)
 
 
 def _summary(values: dict[str, Any]) -> str:
@@ -77,9 +70,14 @@ def _summary(values: dict[str, Any]) -> str:
 def _questions(values: dict[str, Any]) -> str:
     rows = []
     for name, problems in values["checks"].items():
-        mark = "<span class='wrong'>&#10008; no</span>" if problems else "<span class='ok'>&#10004; yes</span>"
-        rows.append(f"<tr><td>{QUESTIONS[name]}</td><td>{mark}</td><td>{escape('; '.join(problems[:3]))}</td></tr>")
-    return f"<table>{''.join(rows)}</table>"
+        mark = "<span class='bad'>&#10008; no</span>" if problems else "<span class='good'>&#10004; yes</span>"
+        said, (question, how) = escape("; ".join(problems[:3])), QUESTIONS[name]
+        kind = "estimated" if how == CLOSED_FORM else "measured"
+        rows.append(
+            f"<tr><td>{question}</td><td>{mark}</td><td><span class='badge {kind}'>{how}</span></td>"
+            f"<td class='long'>{said}</td></tr>"
+        )
+    return f"<div class='wide'><table>{''.join(rows)}</table></div>"
 
 
 def _proof(values: dict[str, Any]) -> str:
@@ -114,93 +112,98 @@ def _faults(faults: dict[str, Any]) -> str:
 
 
 def _curves(proof: dict[str, Any]) -> str:
-    """Draw losses over the steps: circles for one device, lines for the meshes."""
+    """Draw losses over the steps, a chart for each optimizer: circles for one device, lines for the meshes."""
     expected = proof["one_device_losses"]
-    series = [mesh["losses"] for mesh in proof["meshes"] if mesh["losses"]]
-    finite = [x for losses in [expected, *series] for x in losses if abs(x) < 1e9]
-    if not expected or not finite:
+    meshes = [mesh for mesh in proof["meshes"] if mesh["losses"]]
+    if not expected or not meshes:
+        return ""
+    half = len(expected) // 2
+    series = [Series(mesh["mesh"], color(number)) for number, mesh in enumerate(meshes)]
+    charts = "".join(
+        _chart(
+            name, expected[part], [(one.color, mesh["losses"][part]) for one, mesh in zip(series, meshes, strict=True)]
+        )
+        for name, part in (("AdamW", slice(half)), ("SGD", slice(half, None)))
+    )
+    return f"<p>Loss of each step. Circles: one device.</p>{legend(series)}<div class='groups'>{charts}</div>"
+
+
+def _chart(name: str, expected: Sequence[float], lines: Sequence[tuple[str, Sequence[float]]]) -> str:
+    """Draw the losses of an optimizer's steps, with an axis for them."""
+    finite = [x for losses in (expected, *(losses for _, losses in lines)) for x in losses if abs(x) < HUGE]
+    if not finite:
         return ""
     low, high = min(finite), max(finite)
-    width, height, half = 720, 180, len(expected) // 2
+    width, height, left, bottom = 400, 190, 58, 160
 
-    def position(step: int, loss: float) -> tuple[float, float]:
+    def place(step: int, loss: float) -> tuple[float, float]:
         loss = min(max(loss, low), high) if loss == loss else high
-        x = 20 + (step % half) * (width / 2 - 60) / max(1, half - 1) + (width / 2 if step >= half else 0)
-        return x, 30 + (high - loss) / max(high - low, 1e-9) * (height - 50)
+        x = left + 8 + step * (width - left - 20) / max(1, len(expected) - 1)
+        return x, 12 + (high - loss) / max(high - low, 1e-9) * (bottom - 24)
 
-    drawn = [f"<text x='20' y='14'>AdamW</text><text x='{width / 2 + 20}' y='14'>SGD</text>"]
-    for number, losses in enumerate(series):
-        for part in (range(half), range(half, len(losses))):
-            points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (position(step, losses[step]) for step in part))
-            color = COLORS[number % len(COLORS)]
-            drawn.append(f"<polyline points='{points}' fill='none' stroke='{color}' stroke-width='2' opacity='.7'/>")
+    drawn = [
+        f"<path class='axis' d='M{left} 6V{bottom}H{width - 4}'/>",
+        *(f"<text x='{left - 6}' y='{place(0, x)[1] + 4:.1f}' text-anchor='end'>{x:.4g}</text>" for x in {low, high}),
+        *(
+            f"<text x='{place(step, low)[0]:.1f}' y='{bottom + 16}' text-anchor='middle'>{step + 1}</text>"
+            for step in range(len(expected))
+        ),
+    ]
+    for stroke, losses in lines:
+        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(step, loss) for step, loss in enumerate(losses)))
+        drawn.append(f"<polyline points='{points}' fill='none' stroke='{stroke}' stroke-width='2' opacity='.8'/>")
     for step, loss in enumerate(expected):
-        x, y = position(step, loss)
-        drawn.append(
-            f"<circle cx='{x:.1f}' cy='{y:.1f}' r='4' fill='none' stroke='#222'><title>{loss:.6f}</title></circle>"
-        )
-    keys = "".join(
-        f"<span class='key' style='background:{COLORS[n % len(COLORS)]}'></span>{escape(mesh['mesh'])}"
-        for n, mesh in enumerate(mesh for mesh in proof["meshes"] if mesh["losses"])
+        x, y = place(step, loss)
+        tip = f"<title>step {step + 1}: {loss:.6f}</title>"
+        drawn.append(f"<circle cx='{x:.1f}' cy='{y:.1f}' r='4.5' fill='none' stroke='currentColor'>{tip}</circle>")
+    svg = f"<svg viewBox='0 0 {width} {height}' width='{width}' style='max-width:100%' role='img' "
+    return (
+        f"<figure><figcaption>{name}</figcaption>{svg}aria-label='loss by step, {name}'>{''.join(drawn)}</svg></figure>"
     )
-    picture = f"<svg width='{width}' height='{height}'>{''.join(drawn)}</svg>"
-    return f"<p>Loss of each step. Circles: one device.{keys}</p>{picture}"
 
 
 def _memory(values: dict[str, Any]) -> str:
-    usable = values["full_size"]["usable_bytes"] / GB
-    cluster = values["cluster"]
-    text = f"<p>{escape(cluster['chip'])} has {cluster['memory_gb']:g} GB, of which {usable:.1f} are usable. "
-    text += "Parameters, moments and gradients are read from the graphs; the rest is computed by closed formulas.</p>"
-    return text + memory_bars(values["full_size"]["ranks"], values["full_size"]["usable_bytes"])
+    usable, cluster = values["full_size"]["usable_bytes"], values["cluster"]
+    text = f"<p>{escape(cluster['chip'])} has {cluster['memory_gb']:g} GB, of which {size(usable)} are usable.</p>"
+    return text + memory_bars(values["full_size"]["ranks"], usable)
 
 
 def _bytes(values: dict[str, Any]) -> str:
     """Write the table of bytes that the graphs send."""
-    rows = [
-        (f"rank {rank['rank']}", kind, int(sent))
-        for rank in values["full_size"]["ranks"]
-        for kind, sent in sorted(rank["bytes_per_step"].items())
-    ]
+    ranks = folded(values["full_size"]["ranks"], _number, lambda rank: repr(rank["bytes_per_step"]))
+    rows = [(label, kind, size(sent)) for label, rank in ranks for kind, sent in sorted(rank["bytes_per_step"].items())]
     return table(("", "kind and phase", "bytes a step"), rows)
+
+
+def _number(rank: dict[str, Any]) -> int:
+    return int(rank["rank"])
 
 
 def _ranks(ranks: Sequence[dict[str, Any]]) -> str:
     """Write the tables of bytes that ranks of a custom network hold and send."""
-    parts = ("parameter", "gradient", "optimizer")
+    parts = tuple(f"{part}_bytes" for part in ("parameter", "gradient", "optimizer"))
     held = [
-        (f"rank {rank['rank']}", rank["stage"], *(f"{rank[f'{part}_bytes'] / 2**20:.2f}" for part in parts))
-        for rank in ranks
+        (label, rank["stage"], *(size(rank[part]) for part in parts))
+        for label, rank in folded(ranks, _number, lambda rank: (rank["stage"], *(rank[part] for part in parts)))
     ]
     sent = [
-        (
-            f"rank {rank['rank']}",
-            f"{c['kind']} {c['phase']}",
-            len(rank["groups"][c["group"]]),
-            c["count"],
-            c["bytes_each"],
-        )
-        for rank in ranks
+        (label, f"{c['kind']} {c['phase']}", len(rank["groups"][c["group"]]), c["count"], size(c["bytes_each"]))
+        for label, rank in folded(ranks, _number, lambda rank: repr(rank["collectives"]))
         for c in rank["collectives"]
     ]
-    text = table(("", "stage", "weights, MB", "gradients, MB", "AdamW's moments, MB"), held)
-    return text + table(("", "kind and phase", "ranks", "times a step", "bytes each"), sent)
+    text = table(("", "stage", "weights", "gradients", "AdamW's moments"), held)
+    return text + table(("", "kind and phase", "ranks", "calls a step", "bytes each"), sent)
 
 
 def _time(values: dict[str, Any]) -> str:
-    estimate, x, bars, keys = values["estimate"], 0.0, [], []
+    estimate = values["estimate"]
     seconds = {name: value for name, value in estimate["seconds"].items() if value > 0 and name != "communication"}
     total = sum(seconds.values())
-    for number, (name, value) in enumerate(seconds.items()):
-        width, color = 720 * value / total, COLORS[number % len(COLORS)]
-        bars.append(
-            f"<rect x='{x:.1f}' width='{width:.1f}' height='28' fill='{color}'><title>{name} {value:.3g} s</title></rect>"
-        )
-        keys.append(
-            f"<span class='key' style='background:{color}'></span>{escape(name.replace('_', ' '))} {value:.3g} s"
-        )
-        x += width
-    drawn = f"<svg width='720' height='28'>{''.join(bars)}</svg><p>{''.join(keys)}</p>"
+    parts = [
+        (Series(f"{name.replace('_', ' ')} {value:.3g} s", color(number)), value)
+        for number, (name, value) in enumerate(seconds.items())
+    ]
+    drawn = legend(series for series, _ in parts) + bars([("a step", parts, "")], total, lambda value: f"{value:.3g} s")
     if "rows_per_s" in estimate:
         return (
             f"<p>{estimate['step_time_s']:.3g} s, {estimate['rows_per_s']:,.0f} rows/s on {estimate['chip']}: the work in "

@@ -172,6 +172,8 @@ def _job(run: DryRun, by_stage: dict[int, RankReport]) -> dict[str, Any]:
         "num_adapter_parameters": sum(adapter_parameters(run.task, of_decoder(run.model), _job_of(run))),
         "strategy": str(run.config.strategy),
         "mesh": str(mesh),
+        "num_devices": mesh.size,
+        "devices_per_server": run.config.devices_per_server,
         "batch_size": run.batch_size,
         "seq_len": run.seq_len,
         "num_microbatches": run.num_microbatches,

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from html import escape
 from typing import Any
 
+from sporeloom.core.html_report import PALETTE, document, heading, size, table, ticks, unit_of
 from sporeloom.core.log import counted
-from sporeloom.dry_run.html import STYLE, table
 from sporeloom.strategy_search.certified import Front
 from sporeloom.strategy_search.folders import CERTIFICATE, POINTS, STRATEGY
 from sporeloom.strategy_search.request import TuneRequest
@@ -17,7 +17,9 @@ from sporeloom.strategy_search.simulated import GB, Simulated
 
 TITLE = "Pareto front: strategy"
 SHOWN_REFUSED = 10
-WIDTH, HEIGHT, MARGIN = 640, 320, 48
+WIDTH, HEIGHT, LEFT, BELOW = 720, 340, 74, 40
+LIMIT_SHOWN_FROM = 0.4
+"""A device's limit is drawn where a strategy needs at least this share of it."""
 
 
 def as_dict(request: TuneRequest, scores: ScoredCandidates, simulated: list[Simulated], front: Front) -> dict[str, Any]:
@@ -130,12 +132,20 @@ def page(values: dict[str, Any]) -> str:
     refused = [(one["name"], one["reason"]) for one in values["refused"]]
     model = values["inputs"]["model"]
     facts = "".join(f"<p>{escape(line)}</p>" for line in _facts(values))
-    return (
-        f"<!doctype html><html lang='en'><meta charset='utf-8'><title>tune</title><style>{STYLE}</style><body>"
-        f"<h1>Strategies of {escape(model['family'])} {escape(model['size'])}</h1>{facts}"
-        f"<h2>Pareto front</h2>{_drawing(values)}{table(head, rows)}"
-        f"<h2>Refused</h2>{table(('strategy', 'reason'), refused)}</body></html>\n"
-    )
+    title = f"Strategies of {model['family']} {model['size']}"
+    sections = [
+        f"<h1>{escape(title)}</h1>{facts}",
+        heading("Pareto front", "estimated by simulation", is_estimated=True),
+        _drawing(values) + table(head, rows),
+        f"<h2>Refused</h2>{table(('strategy', 'reason'), refused)}" if refused else "",
+    ]
+    return document(title, sections)
+
+
+def _range(values: list[float]) -> tuple[float, float]:
+    """Choose where an axis begins and ends, a little outside of the values."""
+    span = max(values) - min(values) or 0.1 * max(values)
+    return max(0.0, min(values) - 0.15 * span), max(values) + 0.1 * span
 
 
 def _drawing(values: dict[str, Any]) -> str:
@@ -144,23 +154,38 @@ def _drawing(values: dict[str, Any]) -> str:
     points = [one for one in values["simulated"] if one["name"] not in refused]
     if not points:
         return ""
-    times, sizes = ([one[key] for one in points] for key in ("step_time_s", "peak_bytes"))
+    limit = values["usable_bytes"]
+    sizes, times = ([one[key] for one in points] for key in ("peak_bytes", "step_time_s"))
+    has_limit = max(sizes) >= LIMIT_SHOWN_FROM * limit
+    (left, most), (low, longest) = _range([*sizes, *([limit] if has_limit else [])]), _range(times)
+    right, bottom, (unit, _) = WIDTH - 12, HEIGHT - BELOW, unit_of(most)
 
-    def position(value: float, of: list[float], length: int) -> float:
-        span = max(of) - min(of) or 1.0
-        return MARGIN + (value - min(of)) / span * (length - 2 * MARGIN)
+    def x(value: float) -> float:
+        return LEFT + (right - LEFT) * (value - left) / (most - left)
+
+    def y(value: float) -> float:
+        return bottom - (bottom - 12) * (value - low) / (longest - low)
 
     dots = "".join(
-        f"<circle cx='{position(size, sizes, WIDTH):.1f}' cy='{HEIGHT - position(seconds, times, HEIGHT):.1f}' r='4' "
-        f"stroke='#4878a8' fill='{'#4878a8' if one['name'] in front else 'white'}'><title>{escape(one['name'])}: "
-        f"{seconds:.4g} s, {size / GB:.2f} GB</title></circle>"
-        for one, seconds, size in zip(points, times, sizes, strict=True)
+        f"<circle cx='{x(one['peak_bytes']):.1f}' cy='{y(one['step_time_s']):.1f}' r='4.5' stroke='{PALETTE[0]}' "
+        f"fill='{PALETTE[0] if one['name'] in front else 'none'}'><title>{escape(one['name'])}: "
+        f"{one['step_time_s']:.4g} s, {size(one['peak_bytes'])}</title></circle>"
+        for one in points
     )
-    texts = (
-        (MARGIN, HEIGHT - 8, f"{min(sizes) / GB:.2f} GB"),
-        (WIDTH - 2 * MARGIN, HEIGHT - 8, f"{max(sizes) / GB:.2f} GB"),
-        (0, MARGIN - 16, f"{max(times):.4g} s"),
-        (0, HEIGHT - MARGIN + 16, f"{min(times):.4g} s"),
+    across = "".join(
+        f"<text x='{x(value):.1f}' y='{bottom + 16}' text-anchor='middle'>{size(value) if value else 0}</text>"
+        for value in (unit * tick for tick in ticks(most / unit, 5, left / unit))
     )
-    labels = "".join(f"<text x='{x}' y='{y}' font-size='12'>{escape(text)}</text>" for x, y, text in texts)
-    return f"<svg width='{WIDTH}' height='{HEIGHT}' role='img' aria-label='step time over memory'>{dots}{labels}</svg>"
+    up = "".join(
+        f"<text x='{LEFT - 6}' y='{y(value) + 4:.1f}' text-anchor='end'>{value:.4g} s</text>"
+        for value in ticks(longest, 5, low)
+    )
+    axes = f"<path class='axis' d='M{LEFT} 6V{bottom}H{right}'/>"
+    tip = f"<title>usable: {size(limit)}</title>"
+    line = f"<path class='limit' stroke-dasharray='6' d='M{x(limit):.1f} 6V{bottom}'>{tip}</path>" if has_limit else ""
+    name = f"<text x='{right}' y='{HEIGHT - 4}' text-anchor='end'>memory of the fullest device, of {size(limit)}</text>"
+    return (
+        f"<p>Filled: the front. Step time over memory of all that were simulated.</p><div class='wide'><svg class='chart' "
+        f"viewBox='0 0 {WIDTH} {HEIGHT}' role='img' aria-label='step time over memory'>{axes}{across}{up}{line}{dots}{name}"
+        "</svg></div>"
+    )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 from sporeloom.core.errors import without_control
+from sporeloom.core.html_report import PALETTE, document
 from sporeloom.train.recorded import RecordedRun
 from sporeloom.train.run_plots import HEAD, NUMBERS, cells, number, span, thinned
 
@@ -22,27 +23,18 @@ CHARTS = (
     ("learning_rate", "Learning rate"),
 )
 """Metrics that are drawn where a run has them."""
-COLORS = ("#4b8bd0", "#d0604b", "#5fa844", "#a070c8", "#c8962a", "#3fa3a3", "#d06a9c", "#8a8f98")
-"""Colors of the runs, in turn; all can be seen on white and on black."""
 DASHES = ("", "7 4", "2 3")
 """Strokes of the first runs, of the next ones with the same colors, and so on."""
 WIDTH, HEIGHT, LEFT, BELOW, TOP = 640, 260, 64, 24, 8
 NUM_POINTS = 400
-STYLE = """:root{color-scheme:light dark;--ink:#20262b;--paper:#fff;--line:#d5dade;--soft:#5b6770}
-@media(prefers-color-scheme:dark){:root{--ink:#eceff1;--paper:#14181b;--line:#37424a;--soft:#a9b5bd}}
-*{box-sizing:border-box}body{font:15px/1.45 system-ui,sans-serif;margin:0 auto;max-width:72em;padding:1em;
-color:var(--ink);background:var(--paper)}.wide{overflow-x:auto}table{border-collapse:collapse;white-space:nowrap}
-td,th{text-align:left;padding:.3em .7em;border-bottom:1px solid var(--line)}.n{text-align:right;
-font-variant-numeric:tabular-nums}.charts{display:grid;gap:1em;grid-template-columns:repeat(auto-fit,minmax(min(100%,30em),1fr))}
-figure{margin:0}figcaption{font-weight:600;margin:.4em 0}svg{width:100%;height:auto;display:block}
-svg text{fill:var(--soft);font-size:13px}svg .axis{stroke:var(--line)}svg polyline{fill:none;stroke-width:1.8}
-svg .key{width:2.2em;height:.8em;display:inline-block}"""
+STYLE = """.charts{display:grid;gap:1em;grid-template-columns:repeat(auto-fit,minmax(min(100%,30em),1fr))}
+.charts svg{width:100%;height:auto}svg polyline{fill:none;stroke-width:1.8}svg.key{width:2.2em;height:.8em}"""
 
 
 def stroke(index: int) -> str:
     """Attributes of the line of a run."""
-    dash = DASHES[index // len(COLORS) % len(DASHES)]
-    return f"stroke='{COLORS[index % len(COLORS)]}'" + (f" stroke-dasharray='{dash}'" if dash else "")
+    dash = DASHES[index // len(PALETTE) % len(DASHES)]
+    return f"stroke='{PALETTE[index % len(PALETTE)]}'" + (f" stroke-dasharray='{dash}'" if dash else "")
 
 
 def page(runs: Sequence[RecordedRun]) -> str:
@@ -50,12 +42,11 @@ def page(runs: Sequence[RecordedRun]) -> str:
     evaluated = sorted({name for run in runs for line in run.lines for name in line if _is_score(name)})
     curves = [*CHARTS, *((name, name.removeprefix("evaluation/")) for name in evaluated)]
     charts = [chart(runs, metric, title) for metric, title in curves if any(run.points(metric) for run in runs)]
-    return (
-        "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
-        "<meta name='viewport' content='width=device-width,initial-scale=1'>"
-        f"<title>{len(runs)} runs</title><style>{STYLE}</style></head><body><h1>Training runs</h1>"
-        f"<div class='wide'>{table(runs)}</div><div class='charts'>{''.join(charts)}</div></body></html>\n"
-    )
+    sections = [
+        f"<style>{STYLE}</style><h1>Training runs</h1><div class='wide'>{table(runs)}</div>",
+        f"<div class='charts'>{''.join(charts)}</div>",
+    ]
+    return document(f"{len(runs)} runs", sections)
 
 
 def table(runs: Sequence[RecordedRun]) -> str:

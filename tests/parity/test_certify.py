@@ -139,7 +139,7 @@ def test_faults_that_are_planted_in_the_program_under_proof_are_caught(tmp_path)
     assert planted >= {"a sum over ranks is left out", "a maximum over ranks is left out"}
     assert [each for each in faults["faults"] if each["outcome"] != "caught"] == []
     assert f"planted faults: {len(faults['faults'])} of {len(faults['faults'])} caught" in outcome.output
-    assert "<h2>Planted faults</h2>" in (out / "certificate.html").read_text()
+    assert "<h2>Planted faults<" in (out / "certificate.html").read_text()
 
 
 def test_a_certificate_of_an_earlier_release_is_refused_by_name(write):

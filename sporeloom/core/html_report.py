@@ -33,6 +33,8 @@ vertical-align:middle;white-space:nowrap}.measured{color:var(--good)}.estimated{
 .legend{display:flex;flex-wrap:wrap;gap:.2em 1.2em;margin:.5em 0;font-size:.9em}
 .legend i,.key{display:inline-block;width:1em;height:1em;margin-right:.4em;vertical-align:-.12em;border-radius:.15em}
 .bars{display:grid;grid-template-columns:max-content 1fr max-content;gap:.35em .8em;align-items:center;font-size:.93em}
+.bar{display:contents}@media(max-width:40em){.bars{display:block}.bar{display:grid;grid-template:"l v" "t t"/1fr auto;
+margin:.4em 0}.bar span{grid-area:l}.bar span:last-child{grid-area:v}.bar .track,.bar .scale{grid-area:t}}
 .track{position:relative;display:flex;height:1.4em;background:var(--field)}.track i{display:block;height:100%}
 .track b{position:absolute;top:-.2em;bottom:-.2em;border-left:2px dashed var(--bad)}
 .scale{position:relative;height:1.3em;color:var(--soft);font-size:.85em}
@@ -161,10 +163,12 @@ def bars(
             for series, value in parts
             if value > 0
         )
-        drawn.append(f"<span>{escape(label)}</span><div class='track'>{inner}{line}</div><span>{text}</span>")
+        track = f"<div class='track'>{inner}{line}</div>"
+        drawn.append(f"<div class='bar'><span>{escape(label)}</span>{track}<span>{text}</span></div>")
     values = [unit * value for value in ticks(top / unit)]
     scale = "".join(f"<span style='left:{100 * value / top:.2f}%'>{escape(shown(value))}</span>" for value in values)
-    return f"<div class='bars'>{''.join(drawn)}<span></span><div class='scale'>{scale}</div><span></span></div>"
+    last = f"<div class='bar'><span></span><div class='scale'>{scale}</div><span></span></div>"
+    return f"<div class='bars'>{''.join(drawn)}{last}</div>"
 
 
 def margin(used: float, limit: float) -> str:

@@ -19,7 +19,7 @@ PASSES = {
 OTHER = Series("sums of gradients, update", PALETTE[7])
 IDLE = Series("idle", "var(--line)")
 KINDS = ("matmul", "attention", "memory", "launch")
-"""What a stage computes, in the order of the bars; other kinds and exposed communication follow."""
+"""Kinds of computation in the order of the bars; other kinds and exposed communication follow."""
 ZOOM = """for(const box of document.querySelectorAll('.zoom')){const svg=box.querySelector('svg'),
 scale=box.querySelector('.scale'),total=+box.dataset.ms,height=svg.viewBox.baseVal.height;let from=0,to=1000;
 const draw=()=>{svg.setAttribute('viewBox',`${from} 0 ${to-from} ${height}`);

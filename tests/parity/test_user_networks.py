@@ -49,7 +49,18 @@ IN_STAGES = (
     "checked gan",
 )
 """Tried in a pipeline, too, in the short tests: those whose batch is divided into microbatches, and those whose is not."""
-WITHOUT_STAGES = ("adagrad", "rms prop", "adadelta", "ada max", "rprop", "hinge", "huber", "focal", "binary", "written swish")
+WITHOUT_STAGES = (
+    "adagrad",
+    "rms prop",
+    "adadelta",
+    "ada max",
+    "rprop",
+    "hinge",
+    "huber",
+    "focal",
+    "binary",
+    "written swish",
+)
 """Not tried in a pipeline: to it they are as "adam", "smooth l1", and "written gelu"."""
 AT_ONCE = 15
 """In one job: to start processes, and to train each network on one device, takes longer than a mesh does."""

@@ -127,9 +127,14 @@ def forked(descriptors):
 def main(descriptors):
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's goes to the tests, who end this process
+    if (preloaded := os.environ.pop("FARM_LD_PRELOAD", None)) is not None:
+        os.environ["LD_PRELOAD"] = preloaded
     prepare_environment()
     importlib.import_module("sporeloom.train.trainer")  # MindSpore, and most of ours
     importlib.import_module("sporeloom.mindspore_compat.device").pin_cpu()  # whatever the first task is
+    importlib.import_module(
+        "sporeloom.runtime.compiler"
+    ).set_faster_switches()  # for tasks that call networks themselves
     gc.freeze()  # none of it is garbage
     transports = RecordedTransport()
     with socket.socket(fileno=forked(descriptors)) as connection, connection.makefile("rw", encoding="utf-8") as stream:

@@ -14,13 +14,19 @@ FASTER = {"GREED_PARSE": "1", "COMPILE_DEBUG_MODE": "release"}
 """Switches of MindSpore's compiler; versions without one of them compile slower."""
 
 
+def set_faster_switches() -> dict[str, str]:
+    """Set the switches of this process that are not set yet. Returns the values before."""
+    before = {name: getattr(compile_config, name) for name in FASTER if hasattr(compile_config, name)}
+    for name, value in before.items():
+        setattr(compile_config, name, value or FASTER[name])  # a user's own setting stays
+    return before
+
+
 @contextlib.contextmanager
 def faster_compilation() -> Iterator[None]:
     """Compile the same graph in less time (benchmarks/results/compile_passes.md): with MindSpore's own switches, which
     resolve attributes while parsing and record no history of nodes, and without garbage collection."""
-    before = {name: getattr(compile_config, name) for name in FASTER if hasattr(compile_config, name)}
-    for name, value in before.items():
-        setattr(compile_config, name, value or FASTER[name])  # a user's own setting stays
+    before = set_faster_switches()
     try:
         with without_collection():
             yield

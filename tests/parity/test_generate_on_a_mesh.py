@@ -48,7 +48,7 @@ LATENT = {
         "experts": None,
         "windows": [0, 5, 7],
         "indexer": {"layers": [0, 1], "top_k": 6, "num_heads": 2, "head_dim": 16, "loss_coefficient": 0.001},
-        "streams": {"num_streams": 4, "rounds": 4, "norm_layers": [1]},
+        "streams": {"num_streams": 4, "rounds": 2, "norm_layers": [1]},
     },
 }
 

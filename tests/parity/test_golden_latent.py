@@ -64,25 +64,106 @@ def batch(golden, prefix=""):
     return [Tensor(a.astype(np.int32)) for a in (ids, labels, positions)] + [Tensor(weights.astype(np.float32))]
 
 
+class Recorded(nn.Cell):
+    """The weights of experts in a layer, which keep what they were last given, and what they gave."""
+
+    def __init__(self, weights, config, sizes):
+        super().__init__()
+        count, length = sizes
+        choices = config.mixture.experts_per_token * length
+        shapes = {
+            "probs": (count, length, config.mixture.num_experts),
+            "one_hot": (count, choices, config.mixture.num_experts),
+            "given": (count, choices),
+        }
+        self.weights = weights
+        self.probs, self.one_hot, self.given = (
+            ms.Parameter(Tensor(np.full(shape, np.nan, np.float32)), name=name, requires_grad=False)
+            for name, shape in shapes.items()
+        )
+
+    def construct(self, probs, one_hot, kept):
+        given = self.weights(probs, one_hot, kept)
+        kept_probs = ops.assign(self.probs, probs)
+        kept_one_hot = ops.assign(self.one_hot, ops.cast(one_hot, ms.float32))
+        return ops.depend(given, (kept_probs, kept_one_hot, ops.assign(self.given, given)))
+
+
+class Depths(nn.Cell):
+    """Logits of the next token, and of each depth of multi-token prediction where there is any, in one graph."""
+
+    def __init__(self, model, has_depths):
+        super().__init__(auto_prefix=False)
+        self.model, self.has_depths = model, has_depths
+
+    def construct(self, tokens, positions, later):
+        if self.has_depths:
+            return self.model.logits_of_depths(tokens, positions, later)[0]
+        return (self.model(tokens, positions),)
+
+
+@pytest.fixture(scope="module")
+def forward(engine, imported):
+    """Of a case the logits of all depths for the reference's inputs, by prefix, and {layer: probabilities, one-hot choices
+    and weights of experts} of the first of these. One graph, compiled when a test first asks for it."""
+    done = {}
+
+    def of(name):
+        if name in done:
+            return done[name]
+        folder, golden = imported(name)
+        _, config, net = training_network(folder)
+        recorded, found = {}, {}
+        for layer in range(config.num_layers):
+            if config.has_experts(layer):
+                cell = net.model.layers[layer].mlp
+                assert isinstance(cell, MoE)
+                recorded[layer] = cell.weights = Recorded(cell.weights, config, golden["input_ids"].shape)
+        compiled = Depths(net.model, config.num_mtp_layers > 0)
+        for prefix in ("packed_", ""):
+            ids, positions = batch(golden, prefix)[0], batch(golden, prefix)[2]
+            later = later_tokens(golden[f"{prefix}input_ids"], config.num_mtp_layers)
+            logits = compiled(ids, positions, later)
+            found[prefix] = [each.asnumpy().reshape(*ids.shape, -1) for each in logits]
+        taken = {layer: [p.asnumpy() for p in (r.probs, r.one_hot, r.given)] for layer, r in recorded.items()}
+        done[name] = found, taken
+        return done[name]
+
+    return of
+
+
+def later_tokens(tokens, depths):
+    """For each depth the tokens so many positions on."""
+    later = [np.pad(tokens[:, d:], ((0, 0), (0, d)), constant_values=-1) for d in range(1, depths + 1)]
+    return tuple(Tensor(a.astype(np.int32)) for a in later)
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_logits_loss_and_gradients(engine, imported, name):
+def test_logits_loss_and_gradients(engine, imported, forward, name):
     folder, golden = imported(name)
     _, config, net = training_network(folder)
+    atol = ATOL.get(name, 2e-4)
+    all_logits, _ = forward(name)
+    with_gradients = ms.value_and_grad(net.set_train(), None, net.trainable_params())
     for prefix in ("", "packed_"):
-        inputs = batch(golden, prefix)
-        logits = net.model(inputs[0], inputs[2]).asnumpy().reshape(*inputs[0].shape, -1)
-        np.testing.assert_allclose(logits, golden[f"{prefix}logits"], rtol=0, atol=ATOL.get(name, 2e-4))
+        logits = all_logits[prefix][0]
+        np.testing.assert_allclose(logits, golden[f"{prefix}logits"], rtol=0, atol=atol)
         shifted = logits - logits.max(-1, keepdims=True)
         log_probs = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
         nll = -np.take_along_axis(log_probs[:, :-1], golden[f"{prefix}input_ids"][:, 1:, None], 2)[..., 0]
-        np.testing.assert_allclose(nll, golden[f"{prefix}nll"], rtol=0, atol=2 * ATOL.get(name, 2e-4))
-        assert float(net(*without_mtp(inputs, config))) == pytest.approx(float(golden[f"{prefix}loss"]), abs=1e-5)
+        np.testing.assert_allclose(nll, golden[f"{prefix}nll"], rtol=0, atol=2 * atol)
+        loss, _ = with_gradients(*without_mtp(batch(golden, prefix), config))
+        assert float(loss) == pytest.approx(float(golden[f"{prefix}loss"]), abs=1e-5)
     np.testing.assert_array_equal(
         document_positions(golden["packed_input_ids"], config.eod_id), golden["packed_position_ids"]
     )
+    for depth, logits in enumerate(all_logits[""][1:], 1):
+        np.testing.assert_allclose(logits[:, :-depth], golden[f"mtp_logits_{depth}"], rtol=0, atol=atol)
+    loss, gradients = with_gradients(*full_batch(golden, config))
     if config.num_mtp_layers:
-        check_depths(name, net, config, golden)
-    check_gradients(name, net, config, full_batch(golden, config))
+        assert len(all_logits[""]) == 1 + config.num_mtp_layers
+        assert float(loss) == pytest.approx(float(golden["total_loss"]), abs=2e-5)
+    check_gradients(name, net, config, gradients)
 
 
 def without_mtp(inputs, config):
@@ -98,35 +179,10 @@ def full_batch(golden, config):
     return [Tensor(a) for a in (*exact, *mtp_targets(exact, config.num_mtp_layers))]
 
 
-class Depths(nn.Cell):
-    """Logits of each depth, in one graph."""
-
-    def __init__(self, model):
-        super().__init__(auto_prefix=False)
-        self.model = model
-
-    def construct(self, tokens, positions, later):
-        return self.model.logits_of_depths(tokens, positions, later)[0]
-
-
-def check_depths(name, net, config, golden):
-    inputs = full_batch(golden, config)
-    tokens, depths = golden["input_ids"], config.num_mtp_layers
-    later = [np.pad(tokens[:, d:], ((0, 0), (0, d)), constant_values=-1) for d in range(1, depths + 1)]
-    positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape).astype(np.int32)
-    fed = Tensor(tokens.astype(np.int32)), Tensor(positions), tuple(Tensor(a.astype(np.int32)) for a in later)
-    logits = Depths(net.model)(*fed)
-    for depth in range(1, depths + 1):
-        found = logits[depth].asnumpy().reshape(*tokens.shape, -1)[:, :-depth]
-        np.testing.assert_allclose(found, golden[f"mtp_logits_{depth}"], rtol=0, atol=ATOL.get(name, 2e-4))
-    assert float(net(*inputs)) == pytest.approx(float(golden["total_loss"]), abs=2e-5)
-
-
-def check_gradients(name, net, config, inputs):
+def check_gradients(name, net, config, gradients):
     reference = np.load(shared(f"golden_v3/{CASES[name]}/grads.npz"))
-    weights = net.set_train().trainable_params()
-    found = ops.GradOperation(get_by_list=True)(net, weights)(*inputs)
-    found = {w.name.removeprefix("model."): g.asnumpy() for w, g in zip(weights, found, strict=True)}
+    weights = net.trainable_params()
+    found = {w.name.removeprefix("model."): g.asnumpy() for w, g in zip(weights, gradients, strict=True)}
     (way,) = [w for w in family_module("pangu", "weights").PUBLISHED if w.model_type == model_type(name)]
     largest = max(np.abs(reference[key]).max() for key in reference.files)
     checked = set()
@@ -148,35 +204,10 @@ def model_type(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_experts_of_each_token(engine, imported, name):
+def test_experts_of_each_token(imported, forward, name):
     folder, golden = imported(name)
-    _, config, net = training_network(folder)
-    taken = {}
-
-    class Weighing(ms.nn.Cell):
-        """Keeps what the layer's experts are weighted by."""
-
-        def __init__(self, layer, weights):
-            super().__init__()
-            self.layer, self.weights = layer, weights
-
-        def construct(self, probs, one_hot, kept):
-            weights = self.weights(probs, one_hot, kept)
-            taken[self.layer] = [t.asnumpy() for t in (probs, one_hot, weights)]
-            return weights
-
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    try:
-        layers = [layer for layer in range(config.num_layers) if config.has_experts(layer)]
-        for layer in layers:
-            cell = net.model.layers[layer].mlp
-            assert isinstance(cell, MoE)
-            cell.weights = Weighing(layer, cell.weights)
-        inputs = batch(golden)
-        net.model(inputs[0], inputs[2])
-    finally:
-        ms.set_context(mode=ms.GRAPH_MODE)
-    assert layers == sorted(taken)
+    (_, config), (_, taken) = load_config(folder), forward(name)
+    assert len(taken) >= 1
     for layer, (probs, one_hot, weights) in taken.items():
         k, experts = config.mixture.experts_per_token, config.mixture.num_experts
         np.testing.assert_allclose(probs.reshape(-1, experts), golden[f"router_scores_{layer}"], atol=1e-5)

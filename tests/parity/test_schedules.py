@@ -30,13 +30,18 @@ SCHEDULES = {
     "zero_bubble_v": {"schedule": "zero_bubble_v", "virtual_stages": 2},
     "dualpipe_v": {"schedule": "dualpipe_v", "virtual_stages": 2},
 }
+BESIDE = {
+    "pp2_tp2": ("zero_bubble_h1", "1f1b_v2", "seqpipe_v3", "dualpipe_v"),
+    "pp2_dp2_zero": ("1f1b", "gpipe_v3", "zero_bubble_v"),
+}
+"""Schedules beside another axis, which shards the passes, whatever their order: of each kind of pass one."""
 OWN = {"schedule": "tests/parity/own_schedule.csv", "virtual_stages": 2, "num_microbatches": 3}
 """Whose second stage has the first and the last part, and some of whose backward passes are taken apart."""
 MICROBATCHES = (3, 4, 6)
 
 
 def _cases():
-    """The mesh, the schedule and the number of microbatches in turn, so that all pairs that there are occur."""
+    """The schedule and the number of microbatches in turn, so that all pairs that there are occur."""
     cases = {}
     for i, (mesh, (axes, more)) in enumerate(MESHES.items()):
         for j, (schedule, pipeline) in enumerate(SCHEDULES.items()):
@@ -44,7 +49,7 @@ def _cases():
             count = MICROBATCHES[(i + j) % len(MICROBATCHES)]
             if schedule in V_SHAPED:
                 count = max(count, 2 * pp) if pp == 2 else 12
-            if parts <= 8 and count >= pp:
+            if parts <= 8 and count >= pp and schedule in BESIDE.get(mesh, SCHEDULES):
                 settings = {"mesh": axes, **RULES, **more, "pipeline": {"num_microbatches": count, **pipeline}}
                 cases[f"{mesh}_{schedule}_m{count}"] = settings
         if axes["pp"] == 2:

@@ -17,7 +17,7 @@ from sporeloom.strategy.loader import load_strategy
 
 MESHES = {
     "pangu_tiny_dp2_tp2": ("reward", "kto", "distill"),
-    "pangu_tiny_tp2_pp2": ("reward_lora", "dpo", "grpo", "orpo"),
+    "pangu_tiny_tp2_pp2": ("reward_lora", "dpo", "grpo"),
     "pangu_tiny_dp4_zero": ("lora", "ppo", "distill_lora"),
 }
 """Tasks under each: compiling takes time, so not all under all."""
@@ -35,7 +35,6 @@ TASKS = {
     "ppo": ("PPOConfig", {"num_ppo_epochs": 2, "max_completion_length": 8, "kl_target": 0.5, "kl_horizon": 100}),
     "grpo": ("GRPOConfig", {"beta": 0.04, "num_iterations": 2, "max_completion_length": 8, "num_generations": 4}),
     "dpo": ("DPOConfig", {"batch_size": 4, "label_smoothing": 0.1, "learning_rate": 1e-4}),
-    "orpo": ("ORPOConfig", {"batch_size": 4, "learning_rate": 1e-4}),
     "distill": ("DistillConfig", {"temperature": 2.0, "packing": True}),
     "distill_lora": (  # some steps on texts of the student
         "DistillConfig",
@@ -50,7 +49,7 @@ SPEED = {
     *("step_time_s", "compute_s", "communication_s", "data_s"),
     *("tokens_per_s", "tokens_per_s_per_device", "flops_per_s_per_device"),
 }
-PAIRS = ("reward", "reward_lora", "dpo", "orpo")
+PAIRS = ("reward", "reward_lora", "dpo")
 ADAPTERS = ("lora", "reward_lora", "distill_lora")
 REWARD = """
 def likes_long_words(completions, completion):

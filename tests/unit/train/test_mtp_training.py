@@ -28,7 +28,7 @@ def pynative():
 
 
 def network(size="ultra_moe_tiny", **changes):
-    config = dataclasses.replace(size_config("pangu", size), num_layers=2, **{**SIZES, "experts": None, **changes})
+    config = dataclasses.replace(size_config("pangu", size), num_layers=1, **{**SIZES, "experts": None, **changes})
     ms.set_seed(1)
     return family_module("pangu", "model").ModelWithLoss(config)
 
@@ -59,8 +59,8 @@ INDEXER = {"layers": (0,), "top_k": 4, "num_heads": 2, "head_dim": 32}
 )
 def test_adapters_drop_their_inputs(size, changes):
     first, second = (np.full(SHAPE, key, np.int32) * np.arange(1, 17, dtype=np.int32) for key in (12345679, 98765431))
-    net, undropped = with_adapters(network(size, **changes), 0.5), with_adapters(network(size, **changes), 0.0)
-    assert len({loss(net, first), loss(net, second), loss(undropped)}) == 3
+    net = with_adapters(network(size, **changes), 0.5)
+    assert loss(net, first) != loss(net, second)
 
 
 def test_layers_drop_tokens():
@@ -74,7 +74,9 @@ def test_layers_drop_tokens():
 
 
 def test_adapters_leave_the_balance_biases_of_routers():
-    experts = dataclasses.replace(size_config("pangu", "ultra_moe_tiny").experts, balance_bias_rate=0.1)
+    experts = dataclasses.replace(
+        size_config("pangu", "ultra_moe_tiny").experts, first_dense_layers=0, balance_bias_rate=0.1
+    )
     net = network(experts=experts)
     assert any(cell.balance_rate for _, cell in net.cells_and_names() if isinstance(cell, CountingCell))
     with_adapters(net, 0.0)

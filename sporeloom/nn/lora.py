@@ -41,7 +41,7 @@ class LoRALinear(nn.Cell):
 
 def attach_adapters(model: nn.Cell, lora: LoRAConfig) -> None:
     """Add adapters to a decoder, and freeze everything else but the head of a reward model: also the balance biases of
-    routers, which are no part of what is saved."""
+    routers, which are not saved with adapters."""
     freeze_balance_biases(model)
     for parameter in model.get_parameters():
         parameter.requires_grad = False

@@ -49,6 +49,7 @@ from sporeloom.models.config import ModelConfig
 from sporeloom.models.config_file import CONFIG, is_published_config
 from sporeloom.models.family import FAMILIES
 from sporeloom.models.parts.experts import STACKED
+from sporeloom.models.parts.multi_token_prediction import PREFIX
 from sporeloom.models.weight_formats import WEIGHT_FORMATS, WeightFormat, WeightName, format_problems, held_format
 from sporeloom.strategy.tensor_slice import TensorSlice
 
@@ -169,6 +170,8 @@ def open_weights(folder: Path) -> FolderWeights:
     if is_adapter_folder(folder):
         base = base_folder(folder)
         merged = merge(load_weights(base), read_adapter(folder, *load_config(base)))
+        if is_reward_adapter(folder):  # whose base may be a model with layers that a reward model does not have
+            merged = {name: value for name, value in merged.items() if not name.startswith(PREFIX)}
         return FolderWeights(
             {name: value.shape for name, value in merged.items()}, lambda name, part: merged[name][part.slices]
         )

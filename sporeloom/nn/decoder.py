@@ -223,12 +223,14 @@ class Decoder(nn.Cell, TyingCell):
         inside = self.inside_column(inside, 2)
         return (*angles, inside) if slots is None else (*angles, inside, *self.conv_places(slots))
 
-    def logits_of_depths(self, tokens, positions, later, shares=None, groups=None, of_tokens=None):
+    def logits_of_depths(
+        self, tokens, positions, later, dropout_keys=None, shares=None, groups=None, kept=None, of_tokens=None
+    ):
         """Logits of the next token and of each depth of multi-token prediction, (B*T, V) each, and the losses of layers.
 
         `later`: for each depth d the tokens d positions on, (B, T); any token below 0 where there is none.
         """
-        x, losses, masks, angles = self.stream(tokens, positions, None, None, shares, groups, None, of_tokens)
+        x, losses, masks, angles = self.stream(tokens, positions, None, dropout_keys, shares, groups, kept, of_tokens)
         bias = masks[0]
         normed, losses = self.top(x, positions, bias, None, None, losses)
         logits = (self.head(normed, self.embedding.word.weight),)
@@ -331,7 +333,7 @@ class DecoderWithLoss(nn.Cell):
         dropout_keys = rest[0] if len(rest) % 2 else None
         kept = rest[-2:] if len(rest) > 1 else None
         if self.num_mtp:
-            return self.of_depths(tokens, labels, positions, loss_weights, inputs)
+            return self.of_depths(tokens, labels, positions, loss_weights, inputs, dropout_keys, kept)
         if not self.is_cross_entropy or not (self.model.has_experts or self.model.has_attention_losses):
             logits, _ = self.model.logits_and_losses(tokens, positions, None, None, dropout_keys, kept=kept)
             return self.loss(logits, labels, loss_weights, *inputs)
@@ -358,12 +360,14 @@ class DecoderWithLoss(nn.Cell):
         groups = self.token_groups(labels, tokens)
         return self.share(self.by_group(loss_weights, groups[0].shape), 1), groups
 
-    def of_depths(self, tokens, labels, positions, loss_weights, inputs):
+    def of_depths(self, tokens, labels, positions, loss_weights, inputs, dropout_keys, kept):
         """The loss with that of multi-token prediction. `inputs`: labels and weights of each depth."""
         shares, groups = self.of_groups(tokens, labels, loss_weights)
         of_tokens = self.of_tokens(labels, loss_weights)
         targets = (labels, *inputs[0::2])
-        logits, losses = self.model.logits_of_depths(tokens, positions, targets[:-1], shares, groups, of_tokens)
+        logits, losses = self.model.logits_of_depths(
+            tokens, positions, targets[:-1], dropout_keys, shares, groups, kept, of_tokens
+        )
         total = self.loss(logits[0], labels, loss_weights, losses)
         for depth in range(self.num_mtp):
             of_depth = self.loss(logits[depth + 1], targets[depth + 1], inputs[2 * depth + 1])

@@ -34,9 +34,9 @@ class StreamReader(nn.Cell):
         self.split, self.column, self.weigh, self.add_up = ops.Reshape(), ops.ExpandDims(), ops.Mul(), ops.ReduceSum()
         self.to_float, self.back = ops.Cast(), ops.Cast()
 
-    def construct(self, x):
+    def construct(self, x, dropout_keys=None):
         """Returns the input of the part, and the gates before their activations, (N, n) or (N, n (n + 2))."""
-        gates = self.scale(self.gates(self.norm(x)), self.alpha_of(self.alpha, self.groups, 0))
+        gates = self.scale(self.gates(self.norm(x), dropout_keys), self.alpha_of(self.alpha, self.groups, 0))
         gates = self.shift(gates, self.beta)
         rows, n = x.shape[0], self.streams
         read = self.offset(self.sigmoid(self.cut(gates, (0, 0), (rows, n), (1, 1))), OFFSET)
@@ -103,11 +103,11 @@ class StreamLayer(SandwichLayer):
         groups=None,
         of_tokens=None,
     ):
-        y, gates = self.attention_streams(x)
+        y, gates = self.attention_streams(x, dropout_keys)
         a = self.attention_norm(y)
         a, losses = self.attend(a, a, bias, angles, slots, dropout_keys, losses, of_tokens)
         x = self.attention_write(x, self.attention_output_norm(a), gates)
-        y, gates = self.mlp_streams(x)
+        y, gates = self.mlp_streams(x, dropout_keys)
         y, losses = self.feed_forward(self.mlp_norm(y), dropout_keys, tokens, shares, losses, groups)
         x = self.mlp_write(x, self.mlp_output_norm(y), gates)
         if self.has_block_norm:

@@ -65,29 +65,29 @@ class Indexer(nn.Cell):
         """Keep the keys of `capacity` tokens for each of `num_rows` rows."""
         self.cache, self.is_cached = KeyCache((num_rows, 1, capacity, self.width), self.dtype), True
 
-    def construct(self, x, query_latent, bias, angles, slots=None):
+    def construct(self, x, query_latent, bias, angles, slots=None, dropout_keys=None):
         """x: (B*T, D); query_latent: (B*T, Q); bias: (B, 1, T, M + S), whose first M are sinks'. Returns such a bias."""
         if not self.chooses(bias):
             return bias
-        scores = ops.stop_gradient(self.scores_of(x, query_latent, bias, angles, slots))
+        scores = ops.stop_gradient(self.scores_of(x, query_latent, bias, angles, slots, dropout_keys))
         return self.with_sinks(bias, self.left_out(scores, self.of_tokens(bias)))
 
     def chooses(self, bias):
         """Whether there are more keys than are chosen."""
         return bias.shape[3] - self.num_sinks > self.top_k
 
-    def scores_of(self, x, query_latent, bias, angles, slots=None):
+    def scores_of(self, x, query_latent, bias, angles, slots=None, dropout_keys=None):
         """Scores of all keys, (B, 1, T, S) float32."""
         batch, _, length, places = bias.shape
         keys = places - self.num_sinks
-        q = self.reshape(self.query(query_latent), (batch, length, self.heads, self.width))
-        k = self.reshape(self.key_norm(self.key(x)), (batch, length, 1, self.width))
+        q = self.reshape(self.query(query_latent, dropout_keys), (batch, length, self.heads, self.width))
+        k = self.reshape(self.key_norm(self.key(x, dropout_keys)), (batch, length, 1, self.width))
         q, k = self.rotated(self.query_rotary, q, angles), self.rotated(self.key_rotary, k, angles)
         q = self.reshape(self.transpose(q, (0, 2, 1, 3)), (batch, 1, self.heads * length, self.width))
         k = self.reshape(k, (batch, 1, length, self.width))
         scores = self.relu(self.scores(q, self.cache(k, slots) if self.is_cached else k))
         scores = self.cast(self.reshape(scores, (batch, self.heads, length, keys)), mstype.float32)
-        weights = self.reshape(self.cast(self.weights(x), mstype.float32), (batch, length, self.heads, 1))
+        weights = self.reshape(self.cast(self.weights(x, dropout_keys), mstype.float32), (batch, length, self.heads, 1))
         weights = self.by_head(weights, (0, 2, 1, 3))  # (B, H, T, 1)
         scores = self.add_up(self.weigh(scores, self.scale(weights, (self.heads * self.width) ** -0.5)), 1)  # (B, T, S)
         return self.expand(scores, 1)

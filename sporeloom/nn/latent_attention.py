@@ -11,7 +11,7 @@ from mindspore import dtype as mstype
 from mindspore import nn, ops
 
 from sporeloom.core.errors import ConfigError
-from sporeloom.models.cells import ClippedAttention, CountingCell
+from sporeloom.models.cells import ClippedAttention
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.parts.spec import ParameterSpecs
 from sporeloom.nn.cache import KVCache, NoCache
@@ -24,6 +24,7 @@ from sporeloom.nn.max_logits import MaxLogits
 from sporeloom.nn.norm import RMSNorm
 from sporeloom.nn.parameter import declared_parameter
 from sporeloom.nn.rotary import Rotary
+from sporeloom.nn.routing import freeze_balance_biases
 
 
 class LatentAttention(nn.Cell, ClippedAttention):
@@ -68,6 +69,7 @@ class LatentAttention(nn.Cell, ClippedAttention):
             self.first_key, self.nothing, self.sink_rows = ops.StridedSlice(), ops.ZerosLike(), ops.Add()
             self.shared_sinks, self.flat_sinks, self.sink_cast = ops.Add(), ops.Reshape(), ops.Cast()
             self.join_keys, self.join_values, self.join_shared = ops.Concat(2), ops.Concat(2), ops.Concat(2)
+            self.first_token, self.each_sink = ops.StridedSlice(), ops.Tile()
         of_indexer = specs.within("indexer")
         self.has_indexer = bool(of_indexer)
         if self.has_indexer:
@@ -137,7 +139,7 @@ class LatentAttention(nn.Cell, ClippedAttention):
         if self.trains_indexer and of_tokens is not None:
             bias, index_scores, index_mask = self.choice(x, query_latent, bias, angles)
         elif self.has_indexer:
-            bias = self.indexer(x, query_latent, bias, angles, slots)
+            bias = self.indexer(x, query_latent, bias, angles, slots, dropout_keys)
         latent, shared = self.latents(x, angles, (batch, length), dropout_keys)
         if self.is_cached:
             latent, shared = self.cache(
@@ -151,7 +153,9 @@ class LatentAttention(nn.Cell, ClippedAttention):
             k, v = self.keys_and_values(latent, (batch, length), dropout_keys)
             if self.num_sinks:
                 sinks, shared = self.sinks(shared)
-                sink_keys, sink_values = self.keys_and_values(sinks, (batch, self.num_sinks), None)
+                sink_keys, sink_values = self.keys_and_values(
+                    sinks, (batch, self.num_sinks), self.of_sinks(dropout_keys)
+                )
                 k, v = self.join_keys((sink_keys, k)), self.join_values((sink_values, v))
             scores = self.head_scores(self.nope_transpose(q_nope, (0, 2, 1, 3)), k)
             logits = self.logits(scores, self.with_shared(q_rope, shared), bias)
@@ -263,6 +267,13 @@ class LatentAttention(nn.Cell, ClippedAttention):
         keys = self.flat_sinks(self.sink_cast(self.sink_keys, self.dtype), (1, 1, num, self.rope))
         return self.kv_norm(latents), self.join_shared((self.shared_sinks(keys, nothing), shared))
 
+    def of_sinks(self, dropout_keys):
+        """Dropout keys, or adapters, of each row's sinks: those of its first token, (B, T) -> (B, M)."""
+        if dropout_keys is None:
+            return None
+        first = self.first_token(dropout_keys, (0, 0), (dropout_keys.shape[0], 1), (1, 1))
+        return self.each_sink(first, (1, self.num_sinks))
+
     def after_sinks(self, latent, shared):
         """(B, 1, S, R), (B, 1, S, P) -> (B, 1, M + S, R), (B, 1, M + S, P)."""
         sinks, shared = self.sinks(shared)
@@ -273,8 +284,7 @@ class LatentAttention(nn.Cell, ClippedAttention):
 def attach_dense_warmup(model: nn.Cell) -> None:
     """Let the layers of a model attend to all visible tokens while their indexers are trained, and nothing move the biases of
     its routers."""
+    freeze_balance_biases(model)
     for _, cell in model.cells_and_names():
         if isinstance(cell, LatentAttention):
             cell.is_dense = True
-        if isinstance(cell, CountingCell):
-            cell.balance_rate = 0.0

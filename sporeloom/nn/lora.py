@@ -9,6 +9,7 @@ from sporeloom.nn.dropout import Dropout, number_dropouts
 from sporeloom.nn.linear import Linear
 from sporeloom.nn.parameter import declared_parameter
 from sporeloom.nn.replace import replace_cell
+from sporeloom.nn.routing import freeze_balance_biases
 
 
 class LoRALinear(nn.Cell):
@@ -39,7 +40,9 @@ class LoRALinear(nn.Cell):
 
 
 def attach_adapters(model: nn.Cell, lora: LoRAConfig) -> None:
-    """Add adapters to a decoder, and freeze everything else but the head of a reward model."""
+    """Add adapters to a decoder, and freeze everything else but the head of a reward model: also the balance biases of
+    routers, which are not saved with adapters."""
+    freeze_balance_biases(model)
     for parameter in model.get_parameters():
         parameter.requires_grad = False
     if model.config.value_head:

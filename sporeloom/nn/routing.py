@@ -8,6 +8,7 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
 
+from sporeloom.models.cells import CountingCell
 from sporeloom.models.config import NO_LABEL, ModelConfig
 from sporeloom.models.parts.spec import ParameterSpecs
 from sporeloom.nn.parameter import declared_parameter
@@ -142,3 +143,10 @@ class HashRouter(nn.Cell):
 
     def construct(self, tokens, groups, length):  # (B, T) -> (G, L, 1)
         return self.reshape(self.gather(self.table, tokens, 0), (groups, length, 1))
+
+
+def freeze_balance_biases(model: nn.Cell) -> None:
+    """Let training steps leave the biases of a model's routers as they are."""
+    for _, cell in model.cells_and_names():
+        if isinstance(cell, CountingCell):
+            cell.balance_rate = 0.0

@@ -21,8 +21,7 @@ def layers_of(net: nn.Cell, patterns: Sequence[str]) -> list[str]:
     """Paths of the layers: the Cells that match, or without patterns the items of the list of Cells (`nn.CellList`,
     `nn.SequentialCell`) that has the most parameters; without such a list the Cells that the network consists of."""
     if patterns:
-        forward = net.without_backward if isinstance(net, PartlyForwardCell) else ()
-        aside = tuple(f"{path}." for path in forward)
+        aside = tuple(f"{path}." for path in forward_parts(net))
         return [path for path in matching_cells(net, patterns) if not path.startswith(aside)]
     lists = [
         (path, cell)
@@ -37,6 +36,17 @@ def layers_of(net: nn.Cell, patterns: Sequence[str]) -> list[str]:
             ((name, found),) = children.items()
             path = f"{path}.{name}" if path else name
     return [f"{path}.{name}" if path else name for name in found.name_cells()]
+
+
+def forward_parts(net: nn.Cell) -> Sequence[str]:
+    """Paths of the parts that have no backward pass."""
+    return net.without_backward if isinstance(net, PartlyForwardCell) else ()
+
+
+def forward_layers(net: nn.Cell, patterns: Sequence[str]) -> list[list[str]]:
+    """Paths of the layers of each part that has no backward pass."""
+    found = matching_cells(net, patterns)
+    return [[path for path in found if path.startswith(f"{part}.")] for part in forward_parts(net)]
 
 
 def _num_elements(cell: nn.Cell) -> int:

@@ -12,7 +12,7 @@ from sporeloom.core.errors import ConfigError
 from sporeloom.mindspore_compat.names import NO_PARTITIONER, GradAccumulation, MicroBatchInterleaved, numpy_type
 from sporeloom.models.cells import ExpertCell, FlashCell, GroupedProductCell, HeadCopier, TyingCell
 from sporeloom.models.paths import path_matches
-from sporeloom.parallel.layers import layers_of, matching_cells
+from sporeloom.parallel.layers import forward_layers, layers_of, matching_cells
 from sporeloom.parallel.operators import Operator, operators, parameter_uses
 from sporeloom.parallel.report import ParameterReport, Report
 from sporeloom.parallel.rule_table import RuleTable, match_rules
@@ -29,7 +29,13 @@ from sporeloom.strategy.checks import spans_tensor_parallel
 from sporeloom.strategy.config import Rule, Strategy
 from sporeloom.strategy.layout import Layout, LayoutError, Shape, degrees, local_shape
 from sporeloom.strategy.mesh import Mesh, part_of_axis
-from sporeloom.strategy.stages import layers_of_stages, offloaded_layers, part_of_layers, recomputed_layers
+from sporeloom.strategy.stages import (
+    in_proportion,
+    layers_of_stages,
+    offloaded_layers,
+    part_of_layers,
+    recomputed_layers,
+)
 
 
 def parallelize(net: nn.Cell, strategy: Strategy, whole: bool = True) -> Report:
@@ -277,12 +283,15 @@ def _parts_of_cells(net: nn.Cell, strategy: Strategy, layers: Sequence[str]) -> 
     if strategy.mesh.pp == 1:
         return {}
     parts = dict(zip(layers, part_of_layers(len(layers), strategy), strict=True))
+    for aside in forward_layers(net, strategy.rules.layers):
+        parts |= zip(aside, part_of_layers(len(aside), in_proportion(strategy)), strict=True)
+    every = tuple(f"{layer}." for layer in parts)
     for patterns, part in (
         (strategy.rules.first_stage, 0),
         (strategy.rules.last_stage, strategy.num_virtual_stages - 1),
     ):
         found = matching_cells(net, patterns)  # `norm` is the end of layers.0.norm, too, which goes with its layer
-        parts |= {path: part for path in found if not any(path.startswith(f"{layer}.") for layer in layers)}
+        parts |= {path: part for path in found if not path.startswith(every)}
     return parts
 
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from sporeloom.strategy.config import Recompute, Stages, Strategy
 
 
@@ -18,6 +20,15 @@ def layers_per_part(num_layers: int, strategy: Strategy) -> list[int]:
         shares = [count / weight for count, weight in zip(counts, weights, strict=True)]
         counts[shares.index(min(shares))] += 1
     return counts
+
+
+def in_proportion(strategy: Strategy) -> Strategy:
+    """The strategy for a model of another depth: the numbers of layers that it lists for stages become proportions."""
+    stages = strategy.pipeline.stages
+    if not isinstance(stages, Stages) or stages.num_layers is None:
+        return strategy
+    weights = Stages(weights=[float(count) for count in stages.num_layers])
+    return dataclasses.replace(strategy, pipeline=dataclasses.replace(strategy.pipeline, stages=weights))
 
 
 def part_of_layers(num_layers: int, strategy: Strategy) -> list[int]:

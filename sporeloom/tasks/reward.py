@@ -22,6 +22,7 @@ class Reward(PairTask):
 
     objective = PairwiseReward
     new_weights = ("head.weight",)
+    unused_weights = "mtp."
 
     def loss(self) -> nn.Cell:
         return PairwiseReward(self.config.center_rewards_coefficient)

@@ -40,7 +40,7 @@ from sporeloom.train.flags import DEFAULT_FOLDER, ValidationFlags
 from sporeloom.train.folder import earlier_run, folder_problems, settled
 from sporeloom.train.groups import ParameterGroups, read_groups
 from sporeloom.train.indexer import first_groups, indexer_problems, with_indexer_loss
-from sporeloom.train.loss_scale import FLOAT16_INITIAL
+from sporeloom.train.loss_scale import FLOAT16_INITIAL, MAX_SCALE
 from sporeloom.train.max_logit_flags import MaxLogitFlags
 from sporeloom.train.prediction import Prediction, job_of_run, read_prediction
 from sporeloom.train.spikes import parse_steps
@@ -371,8 +371,8 @@ def _own_problems(config: TrainingConfig) -> list[str]:
     problems = list(number_problems(config))
     if config.loss_scale_factor <= 1:
         problems.append(f"--loss-scale-factor must be above 1, got {config.loss_scale_factor:g}")
-    if config.loss_scale is not None and not 1 <= config.loss_scale <= 2.0**120:
-        problems.append(f"--loss-scale must be from 1 to 2^120, got {config.loss_scale:g}")
+    if config.loss_scale is not None and not 1 <= config.loss_scale <= MAX_SCALE:
+        problems.append(f"--loss-scale must be from 1 to 2^64, got {config.loss_scale:g}")
     place = list(_place_problems(config)) if is_first_process() else []
     problems += place
     in_memory = memory_dir()

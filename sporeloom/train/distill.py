@@ -17,11 +17,12 @@ from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import with_precision
 from sporeloom.strategy.checks import model_problems
 from sporeloom.strategy.config import Strategy
-from sporeloom.train.tuning import SFTConfig
+from sporeloom.strategy.stages import in_proportion
+from sporeloom.train.tuning import ExamplesConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillConfig(SFTConfig):
+class DistillConfig(ExamplesConfig):
     """Knowledge distillation: `sporeloom distill`."""
 
     heading: ClassVar[str] = "distillation"
@@ -96,10 +97,10 @@ class DistillConfig(SFTConfig):
             yield f"--top-k {self.top_k}: the vocabulary has {student.vocab_size} tokens; give fewer, or 0 for all"
 
     def strategy_problems(self, strategy: Strategy) -> Iterator[str]:
-        if strategy.mesh.pp > 1:
+        if self.lmbda and strategy.pipeline.virtual_stages > 1:
             yield (
-                f"{strategy.at('mesh.pp')} = {strategy.mesh.pp}: a teacher is not distributed to stages; leave "
-                "pp out, or train on texts of the teacher with sporeloom sft"
+                f"{strategy.at('pipeline.virtual_stages')}: --lmbda samples texts, a stage after the other; leave virtual "
+                "stages out, or --lmbda"
             )
         if strategy.engine == "mindspore":
             yield f"{strategy.at('engine')}: MindSpore's partitioner is not tested with a teacher; remove the line"
@@ -108,5 +109,5 @@ class DistillConfig(SFTConfig):
         except ConfigError:
             return  # which `problems` reports
         mesh = strategy.mesh if teacher.experts else dataclasses.replace(strategy.mesh, ep=1)
-        of_teacher = dataclasses.replace(strategy, mesh=mesh, recompute=None, offload=None)  # it has no backward pass
+        of_teacher = dataclasses.replace(in_proportion(strategy), mesh=mesh, recompute=None, offload=None)
         yield from (f"--teacher {self.teacher}: {problem}" for problem in model_problems(of_teacher, teacher))

@@ -12,7 +12,7 @@ from sporeloom.data.tokenizer import Tokenizer, token_text
 from sporeloom.data.tool_turns import ToolTurns
 from sporeloom.train.config import Run
 from sporeloom.train.policy import GRPOConfig, PolicyConfig
-from sporeloom.train.tuning import PairConfig, SFTConfig, open_reading, open_tokenizer
+from sporeloom.train.tuning import ExamplesConfig, PairConfig, open_reading, open_tokenizer
 
 COLOUR, PLAIN = ("\x1b[1;32m", "\x1b[0m"), ("[[", "]]")
 """Marks before and after trained tokens: on a terminal, and elsewhere."""
@@ -26,7 +26,7 @@ def view(run: Run, count: int, in_colour: bool) -> Iterator[str]:
     """
     config: Any = run.config
     tokenizer = open_tokenizer(run)
-    reading = open_reading(run, tokenizer, isinstance(config, SFTConfig) and config.train_on == "everything")
+    reading = open_reading(run, tokenizer, isinstance(config, ExamplesConfig) and config.train_on == "everything")
     marks = COLOUR if in_colour else PLAIN
     if isinstance(config, GRPOConfig) and config.tools:
         reading.tools = ToolTurns(tokenizer, config.offered_tools(), config.template_variables()).tools

@@ -11,11 +11,15 @@ from typing import Any
 FLOAT16_INITIAL = 2.0**32
 """Initial scale of PanGu-alpha and CodeGeeX; it is halved each step until gradients are finite."""
 
+MAX_SCALE = 2.0**64
+"""Largest scale. No gradient needs more, and what layers count, which the scale multiplies, too, stays finite: QK-clip would
+scale heads with an infinite logit to 0."""
+
 
 @dataclass
 class LossScale:
     """Divided by `factor` after a step whose gradients are not finite, down to 1; multiplied with it after `window` steps
-    that were fine, one after another. All ranks see the same norm, so all have the same scale."""
+    that were fine, one after another, up to MAX_SCALE. All ranks see the same norm, so all have the same scale."""
 
     value: float
     factor: float = 2.0
@@ -34,7 +38,7 @@ class LossScale:
             self.num_skipped = 0
             self.fine_steps += 1
             if self.fine_steps == self.window:
-                self.value, self.fine_steps = self.value * self.factor, 0
+                self.value, self.fine_steps = min(self.value * self.factor, MAX_SCALE), 0
             return True
         had_room = self.value > 1.0
         self.value, self.fine_steps = max(self.value / self.factor, 1.0), 0

@@ -40,6 +40,8 @@ class Task(ABC):
     """Whether batches can be made before the steps in front of them are done."""
     new_weights: tuple[str, ...] = ()
     """Weights of the network that the initial checkpoint need not have."""
+    unused_weights: str | None = None
+    """Beginning of the names of weights that the network does not have, whatever the initial checkpoint has."""
     tokenizer: Tokenizer
 
     def __init__(self, run: Run, engine: Engine):

@@ -93,6 +93,7 @@ def _train(run: Run) -> Path | None:
         start_from(
             *(training.step, training.engine, training.report, config.from_checkpoint, training.task.new_weights),
             only_frozen=bool(config.resume),
+            without=training.task.unused_weights,
         )
         training.say(f"weights from {config.from_checkpoint}")
     if config.ema_decay and not steps_done:

@@ -141,18 +141,25 @@ class ValidatedConfig(ValidationFlags, TuningConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFTConfig(MaxLogitFlags, ValidatedConfig):
-    """Supervised fine-tuning: `sporeloom sft`."""
+class ExamplesConfig(ValidatedConfig):
+    """Training on prompts with completions, or conversations."""
 
     heading: ClassVar[str] = "training targets"
     common: ClassVar[tuple[str, ...]] = ("train_on",)
-    task: ClassVar[str] = "sft"
     wanted: ClassVar[Sequence[Sequence[str]]] = (("messages",), ("prompt", "completion"))
 
     train_on: Literal["completions", "everything"] = option(
         "completions", "tokens that are trained on: completions and assistant messages, or prompts as well"
     )
     packing: bool = option(False, "pack several examples into a sequence; attention does not cross their boundaries")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTConfig(MaxLogitFlags, ExamplesConfig):
+    """Supervised fine-tuning: `sporeloom sft`."""
+
+    heading: ClassVar[str] = ExamplesConfig.heading
+    task: ClassVar[str] = "sft"
 
 
 @dataclass(frozen=True, kw_only=True)

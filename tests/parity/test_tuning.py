@@ -17,7 +17,7 @@ from sporeloom.strategy.loader import load_strategy
 
 MESHES = {
     "pangu_tiny_dp2_tp2": ("reward", "kto", "distill"),
-    "pangu_tiny_tp2_pp2": ("reward_lora", "dpo", "grpo"),
+    "pangu_tiny_tp2_pp2": ("reward_lora", "dpo", "grpo", "distill", "distill_lora"),
     "pangu_tiny_dp4_zero": ("lora", "ppo", "distill_lora"),
 }
 """Tasks under each: compiling takes time, so not all under all."""
@@ -83,12 +83,13 @@ def out(tmp_path_factory):
     """Every task was done on one device and under every mesh."""
     folder = tmp_path_factory.mktemp("tuning")
     (folder / "model.json").write_text(json.dumps(MODEL))
+    (folder / "deeper.json").write_text(json.dumps(MODEL | {"num_layers": 3}))  # of stages with other numbers of layers
     (folder / "text.txt").write_text(
         "\n\n".join(f"the {word} is near the {other}" * 8 for word in WORDS for other in WORDS)
     )
-    for name, size in (("base", "tiny"), ("teacher", "embedded_tiny")):
+    for name, size, model in (("base", "tiny", "model"), ("teacher", "embedded_tiny", "deeper")):
         done = tool(
-            *("tools/train.py", "--data", folder / "text.txt", "--config", folder / "model.json", "--steps", 20),
+            *("tools/train.py", "--data", folder / "text.txt", "--config", folder / f"{model}.json", "--steps", 20),
             *("--size", size, "--learning-rate", 1e-3, "--output-dir", folder / name),
         )
         assert done.code == 0, done.output

@@ -8,6 +8,7 @@ from sporeloom.strategy.config import Pipeline, Recompute, Stages, Strategy
 from sporeloom.strategy.layout import LayoutError, degrees, local_shape, show
 from sporeloom.strategy.mesh import Mesh
 from sporeloom.strategy.stages import (
+    in_proportion,
     layers_of_stages,
     layers_per_part,
     layers_per_stage,
@@ -129,6 +130,21 @@ def test_layers_are_dealt_out_as_the_strategy_says(num_layers, stages, counts):
 )
 def test_recompute_names_layers(recompute, layers):
     assert recomputed_layers(6, pipeline(Stages(num_layers=[3, 1, 1, 1]), recompute=recompute)) == layers
+
+
+@pytest.mark.parametrize(
+    ("stages", "num_layers", "expected"),
+    [
+        (Stages(num_layers=[2, 5]), 7, [2, 5]),
+        (Stages(num_layers=[2, 5]), 14, [4, 10]),
+        (Stages(num_layers=[3, 1]), 2, [1, 1]),
+        (Stages(weights=[1, 3]), 8, [2, 6]),
+        ("uniform", 5, [3, 2]),
+    ],
+)
+def test_another_model_takes_numbers_of_layers_in_proportion(stages, num_layers, expected):
+    strategy = Strategy(mesh=Mesh(pp=2), pipeline=Pipeline(num_microbatches=2, stages=stages))
+    assert layers_per_part(num_layers, in_proportion(strategy)) == expected
 
 
 def test_virtual_stages_are_dealt_out_in_turn():

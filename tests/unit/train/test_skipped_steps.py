@@ -21,3 +21,8 @@ def test_a_restored_one_goes_on_counting():
     assert scale.follow(False) and scale.follow(False)
     other.restore(scale.state())
     assert not other.follow(False)
+
+
+def test_what_layers_count_stays_finite_however_far_the_scale_rises():
+    scale = LossScale(2.0**62, window=1)
+    assert [scale.follow(True) and scale.value for _ in range(4)] == [2.0**63, 2.0**64, 2.0**64, 2.0**64]

@@ -12,6 +12,7 @@ from sporeloom.core.errors import ConfigError
 from sporeloom.models.family import size_config
 from sporeloom.train.checks import check
 from sporeloom.train.distill import DistillConfig
+from sporeloom.train.max_logit_flags import MaxLogitFlags
 from sporeloom.train.policy import GRPOConfig, PPOConfig
 from sporeloom.train.preferences import KTOConfig, SimPOConfig
 from sporeloom.train.tuning import DPOConfig, RewardConfig, SFTConfig
@@ -103,9 +104,11 @@ def test_a_teacher_has_the_vocabulary_and_the_context_of_the_student(common, tmp
     assert "a reward model, which has no probabilities of tokens" in head
     assert "--top-k 2048: the vocabulary has 2048 tokens" in found({"top_k": 2048})
     assert "--beta must be in [0, 1], got 1.5" in found({"beta": 1.5})
-    assert "a teacher is not distributed to stages" in found({}, CONFIGS / "pangu_tiny_pp2.yaml")
+    stages = found({}, CONFIGS / "pangu_tiny_pp4.yaml", num_layers=3)
+    assert f"--teacher {tmp_path / 'teacher'}: " in stages and "4 stages are more than the 3 layers" in stages
     heads = found({}, CONFIGS / "pangu_tiny_tp4.yaml", num_heads=6, num_kv_heads=6, head_dim=32)
     assert f"--teacher {tmp_path / 'teacher'}: " in heads and "does not divide num_heads = 6" in heads
+    assert not issubclass(DistillConfig, MaxLogitFlags)  # whose counts are of layers that have no losses here
     missing = DistillConfig(**common, teacher=tmp_path / "nothing")
     assert "there is no such checkpoint folder" in "\n".join(problems(missing))
 

@@ -44,19 +44,10 @@ def deepseek(checkpoint_of):
     return checkpoint_of(DEEPSEEK)
 
 
-def assert_alike(found, expected):
-    """The same tokens. Log-probabilities of these models, which MindSpore's operators compute, were the same to the bit in
-    most runs, and within 5e-6 in two on a busy machine."""
-    for answer, expected_answer in zip(found, expected, strict=True):
-        assert [token for token, *_ in answer] == [token for token, *_ in expected_answer]
-        scores, expected_scores = ([score for _, score, _ in each] for each in (answer, expected_answer))
-        np.testing.assert_allclose(scores, expected_scores, rtol=0, atol=2e-5)
-
-
 def check(found, tolerance=None):
     answers = found["answers"]
     for way in ("drafts", "warm", "oracle"):
-        assert_alike(answers[way], answers["plain"])
+        assert answers[way] == answers["plain"], way
     assert len({str(each) for each in answers["plain"]}) == len(answers["plain"])
     drafted, accepted = found["oracle"]
     assert drafted > 20 and 0.5 * drafted < accepted < drafted

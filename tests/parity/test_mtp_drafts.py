@@ -57,14 +57,14 @@ def check(found, tolerance=None):
 
 
 def test_two_layers_that_read_normed_states(deepseek):
-    found = call(WORKER, "compared", str(deepseek), None, 4, 3)
+    found = call(WORKER, "compared", str(deepseek), None, 4, 3, timeout=800)
     check(found, 2e-4)
     assert found["reused"] > 0
     assert found["cache_bytes"][0] == found["cache_bytes"][1]
 
 
 def test_windows_sinks_convolutions_and_streams(checkpoint_of):
-    found = call(WORKER, "compared", str(checkpoint_of(TWO)), None, 4)
+    found = call(WORKER, "compared", str(checkpoint_of(TWO)), None, 4, timeout=800)
     check(found)
     assert found["cache_bytes"][0] == found["cache_bytes"][1]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks of prompts on disk, over HTTP: after a kill, with damaged files and with other weights answers equal a cold start."""
+"""Blocks of prompts on disk, over HTTP: answers equal a cold start after a kill, with damaged files and other weights."""
 
 import contextlib
 import os

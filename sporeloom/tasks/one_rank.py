@@ -21,7 +21,7 @@ def from_log_rank(engine: Engine, compute: Callable[[], Any], in_main_thread: bo
 
     Args:
         compute: runs in another thread.
-        in_main_thread: it runs in this one, as signals need; only between CPU processes are the others then told meanwhile.
+        in_main_thread: it runs in this one, as signals need; only between CPU processes are the others informed meanwhile.
     """
     mesh = engine.strategy.mesh
     if mesh.size == 1:

@@ -2,9 +2,6 @@
 """Drafts of each kind change no bit of an answer where matrices are int8 or int4, the model computes in bfloat16, or texts have
 adapters."""
 
-import dataclasses
-
-import numpy as np
 import pytest
 from conftest import call
 from serving import adapter_folder

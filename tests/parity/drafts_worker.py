@@ -148,8 +148,8 @@ def by_models(checkpoint, drafts, strategy=None, num_rows=ROWS, count=10):
 
 @patch.object(DraftLength, "best", lambda self, num_rows, most: most)  # the drafts do not depend on times
 def combined(checkpoint, kind, weights, modules=(), count=4):
-    """Answers without and with drafts of a kind, by a model with matrices and adapters of a kind, of two requests at a time so
-    that drafts have places everywhere; and what was drafted and accepted."""
+    """Answers without and with drafts of a kind, where matrices have a format, of two requests at a time so that drafts have
+    places everywhere; and what was drafted and accepted."""
     engine, folder = Engine.start(SINGLE_DEVICE), Path(checkpoint)
     family, config = load_config(folder)
     tokenizer, file = folder_tokenizer(family, folder, config), find_tokenizer(family, folder)

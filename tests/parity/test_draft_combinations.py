@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts of each kind change no bit of an answer where matrices are int8 or int4, the model computes in bfloat16, or texts have
-adapters."""
+"""Drafts change no bit of an answer where matrices are int8 or int4, the model computes in bfloat16, or texts have adapters."""
 
 import pytest
 from conftest import call

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts change no bit of an answer where matrices are int8 or int4, the model computes in bfloat16, or texts have adapters."""
+"""Drafts change no bit of an answer of models with int8 or int4 matrices, in bfloat16, or with adapters."""
 
 import pytest
 from conftest import call
@@ -10,7 +10,6 @@ from sporeloom.models.adapters import LoRAConfig
 
 LORA = LoRAConfig(r=4, lora_alpha=8.0, target_modules=("attention.query", "attention.value"))
 HALF = {"compute_dtype": "bfloat16"}
-MTP = {"num_mtp_layers": 1, "num_layers": 2}
 pytestmark = pytest.mark.slow
 
 

@@ -13,6 +13,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from sporeloom.core import elementary
+
 Floats = NDArray[np.floating[Any]]
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
 Scale = Literal["group", "batch", "none"]
@@ -87,7 +89,7 @@ def kl_estimate(log_probs: Floats, reference: Floats, kind: KL) -> NDArray[np.fl
     difference = np.asarray(log_probs, np.float64) - reference
     if kind == "k1":
         return difference
-    return difference**2 / 2 if kind == "k2" else np.exp(-difference) - 1 + difference
+    return difference**2 / 2 if kind == "k2" else elementary.exp(-difference) - 1 + difference
 
 
 def token_rewards(scores: Floats, divergence: Floats, mask: Floats, kl_coef: float) -> NDArray[np.float64]:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from sporeloom.core import elementary
+
 Floats = NDArray[np.float64]
 MAX_MEAN_LOG_PROB = -1e-7
 """Upper bound of the mean log-probability whose odds ORPO computes: those of probability 1 are infinite."""
@@ -69,7 +71,7 @@ def simpo_losses(
 def orpo_losses(policy: PairTotals, beta: float) -> tuple[Floats, Floats]:
     """Loss (N,), in which the likelihood of all pairs is that of each, and rewards (N, 2)."""
     means = np.minimum(policy.means, MAX_MEAN_LOG_PROB)
-    log_odds = means - np.log(-np.expm1(means))
+    log_odds = means - elementary.log(-elementary.expm1(means))
     return policy.nll + beta * _softplus(log_odds[:, 1] - log_odds[:, 0]), beta * policy.means
 
 

@@ -27,6 +27,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from sporeloom.core import elementary
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.files import write_atomically
 from sporeloom.core.numbers import Count, NotNegative, Positive
@@ -191,7 +192,7 @@ def vocabulary_rarity(tokens: TokenFile, arrangement: Arrangement) -> NDArray[np
     counts, step = np.zeros(tokens.info.vocab_size, np.int64), 1 << 24
     for start in range(0, tokens.info.num_tokens, step):
         counts += np.bincount(tokens.tokens[start : start + step], minlength=len(counts))
-    rarity = -np.log(np.maximum(counts, 1) / counts.sum())
+    rarity = -elementary.log(np.maximum(counts, 1) / counts.sum())
     return np.array([float(rarity[sample].sum()) for sample in _samples(tokens, arrangement)])
 
 

@@ -174,11 +174,16 @@ class PrefixCache:
                 self.store.use(name)
 
 
+def block_tokens(reusable: int) -> int:
+    """Tokens of a block, where multiples of `reusable` can be reused."""
+    return -(-MIN_BLOCK // reusable) * reusable
+
+
 def prefix_cache(slots: Slots, bytes_of_token: int, num_bytes: int) -> PrefixCache | None:
     """A cache of at most so many bytes on all devices together; None where it has no room for a block, or where what a row
     holds cannot be reused."""
     if not slots.reusable:
         return None
-    block = -(-MIN_BLOCK // slots.reusable) * slots.reusable
+    block = block_tokens(slots.reusable)
     num_blocks = num_bytes // (bytes_of_token * block * slots.num_replicas)
     return PrefixCache(slots, num_blocks, block) if num_blocks else None

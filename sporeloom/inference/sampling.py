@@ -6,6 +6,7 @@ A token that must not be chosen has the logit -inf.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -13,6 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from sporeloom.core import elementary
 from sporeloom.core.command_line import option
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.numbers import (
@@ -294,7 +296,7 @@ def score_token(logits: NDArray[np.floating[Any]], token: int, num_top: int = 0)
     check_logits(logits)
     shifted = logits.astype(np.float64)
     shifted -= shifted.max()
-    log_sum = np.log(np.exp(shifted).sum())
+    log_sum = math.log(elementary.exp(shifted).sum())
     top: tuple[tuple[int, float], ...] = ()
     num_top = min(num_top, len(shifted))
     if num_top:
@@ -305,6 +307,6 @@ def score_token(logits: NDArray[np.floating[Any]], token: int, num_top: int = 0)
 
 
 def _probabilities(logits: Logits) -> NDArray[np.float64]:
-    exp = np.exp(logits - logits.max())
+    exp = elementary.exp(logits - logits.max())
     result: NDArray[np.float64] = exp / exp.sum()
     return result

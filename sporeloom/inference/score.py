@@ -12,6 +12,7 @@ import numpy as np
 from mindspore import Tensor
 from numpy.typing import NDArray
 
+from sporeloom.core import elementary
 from sporeloom.data.batch import document_positions
 from sporeloom.inference.model import load_model
 from sporeloom.models.config import ModelConfig
@@ -81,4 +82,4 @@ def negative_log_likelihood(logits: NDArray[np.float32], labels: NDArray[np.inte
     """-log softmax(logits)[label], (B, T), in float64."""
     shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
     picked = np.take_along_axis(shifted, labels[..., None].astype(np.int64), -1)[..., 0]
-    return np.log(np.exp(shifted).sum(-1)) - picked
+    return elementary.log(elementary.exp(shifted).sum(-1)) - picked

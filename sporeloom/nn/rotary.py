@@ -48,9 +48,10 @@ class Angles(nn.Cell):
 
 def _frequencies(config, rest):
     """Frequency of each feature, (D/H,) float32, 0 for the last `rest`, which are not rotated."""
-    if config.rope_scaling is None:  # as the published models compute it
+    if config.rope_scaling is None:  # as the published models compute it, but for powers by NumPy (see `elementary`)
         exponents = np.arange(0, config.rotated, 2, dtype=np.float32) / np.float32(config.rotated)
-        half = 1.0 / np.float32(config.rope_theta) ** exponents
+        theta = float(np.float32(config.rope_theta))
+        half = 1.0 / np.array([theta**exponent for exponent in exponents.tolist()], np.float32)
     else:
         half = np.array(frequencies(config.rope_theta, config.rotated, config.rope_scaling))
     return np.concatenate([half, half, np.zeros(rest)]).astype(np.float32)

@@ -13,7 +13,6 @@ from sporeloom.checkpoint.adapters import Adapter, empty_adapter
 from sporeloom.checkpoint.model_folder import weight_problems
 from sporeloom.core.command_line import argument, option
 from sporeloom.core.errors import ConfigError, Problems
-from sporeloom.core.files import unwritable
 from sporeloom.core.lines import split_lines
 from sporeloom.core.numbers import Count, Natural, NotNegative, Positive, number_problems
 from sporeloom.data.documents import decode_text
@@ -27,6 +26,7 @@ from sporeloom.models.config import ModelConfig
 from sporeloom.serve.hosts import AllowedHosts, AllowedOrigins
 from sporeloom.serve.listening import listen
 from sporeloom.serve.lora_modules import read_module
+from sporeloom.serve.prefix_cache_flags import prefix_cache_problems
 from sporeloom.strategy.checks import launch_problems, model_problems
 from sporeloom.strategy.config import SINGLE_DEVICE, Strategy
 from sporeloom.strategy.loader import load_strategy
@@ -261,7 +261,7 @@ def check(config: ServeConfig, num_processes: int | None, rank: int = 0) -> Serv
             problems.append(
                 f"--max-model-len {config.max_model_len} is more than the model's context of {model.seq_len}"
             )
-    problems += _runtime_lora_problems(config) + _prefix_dir_problems(config, model, strategy)
+    problems += _runtime_lora_problems(config) + prefix_cache_problems(config, model, strategy, CHUNK)
     problems.of(AllowedHosts, config.host, config.allowed_hosts)
     problems.of(AllowedOrigins, config.allowed_origins)
     keys = problems.of(_read_keys, config)
@@ -328,22 +328,6 @@ def _runtime_lora_problems(config: ServeConfig) -> list[str]:
         for name, value in flags.items()
         if value is not None
     ]
-
-
-def _prefix_dir_problems(config: ServeConfig, model: ModelConfig | None, strategy: Strategy | None) -> list[str]:
-    """List what is wrong with the flags for prompts on disk."""
-    folder, size, problems = config.prefix_cache_dir, config.prefix_cache_dir_gb, list[str]()
-    if folder is None:
-        return [] if size is None else [f"--prefix-cache-dir-gb {size} is for files; add --prefix-cache-dir FOLDER"]
-    if not config.prefix_cache_gb:
-        problems.append("blocks are stored from memory; leave out --prefix-cache-gb 0")
-    if model and model.has_convolutions:
-        problems.append("models with causal convolutions have no prefix cache; leave it out")
-    if strategy and strategy.mesh.size > 1:
-        problems.append(f"for one device, but the strategy has {strategy.mesh.size}; leave out one of them")
-    if reason := "it is a file" if folder.is_file() else (unwritable(folder) or "").removeprefix(f"{folder}: "):
-        problems.append(f"{reason}; give a folder")
-    return [f"--prefix-cache-dir {folder}: {problem}" for problem in problems]
 
 
 def _read_word(

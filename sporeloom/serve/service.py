@@ -40,11 +40,10 @@ from sporeloom.serve.adapter_slots import AdapterLoad, AdapterSlots, ModelGoneEr
 from sporeloom.serve.config import CHUNK, MIXED_CHUNK, ServeJob
 from sporeloom.serve.fair_queue import FairQueue
 from sporeloom.serve.generation import GenerationRequest, broadcast_form, scheduled
+from sporeloom.serve.prefix_cache_flags import DEFAULT_DIR_GB, GB, MIN_BLOCKS
 
 HEARTBEAT_S = 5.0
 """Maximum seconds that ranks wait for each other without requests: far below every time-out of a collective."""
-
-GB = 2**30
 
 State = Literal["loading", "ready", "draining", "failed"]
 
@@ -175,9 +174,15 @@ class Service:
     # The loop
 
     def open(self) -> None:
-        """Load and compile; every rank does."""
+        """Load and compile; every rank does.
+
+        Raises:
+            ConfigError: blocks on disk of a device whose numbers may differ between machines; sizes without room for one.
+        """
         job, config = self.job, self.job.config
         self.engine = Engine.start(job.strategy)
+        if config.prefix_cache_dir and self.engine.target != "CPU":
+            raise ConfigError(f"--prefix-cache-dir: only on a CPU, not on {self.engine.target}; leave it out")
         self.engine.backend.on_lost_rank(self._lost)
         shape = (job.num_rows, num_slots_for(job.max_model_len))
         self._say("loading the weights")
@@ -208,13 +213,7 @@ class Service:
         self.state, self.progress = "ready", ""
 
     def _computation(self, net: nn.Cell) -> str:
-        """Hash of what blocks of the prefix cache depend on.
-
-        Raises:
-            ConfigError: this device's numbers may differ between machines.
-        """
-        if self.engine.target != "CPU":
-            raise ConfigError(f"--prefix-cache-dir: only on a CPU, not on {self.engine.target}; leave it out")
+        """Hash of what blocks of the prefix cache depend on."""
         self._say("hashing the weights")
         job = self.job
         flags = ("weights", "kv_cache", "prefill_chunk", "num_drafts", "embeddings")
@@ -239,8 +238,8 @@ class Service:
             return json_text([slot, keys[client] if keys else "", salt]) if adapter < num_models else None
 
         like = self.decoding.read_slots(0, 0, cache.block)
-        num_bytes = int((self.job.config.prefix_cache_dir_gb or 10.0) * GB)
-        if num_bytes < 2 * sum(each.nbytes for each in like):
+        num_bytes = int((self.job.config.prefix_cache_dir_gb or DEFAULT_DIR_GB) * GB)
+        if num_bytes < MIN_BLOCKS * sum(each.nbytes for each in like):
             raise ConfigError("--prefix-cache-dir-gb: it has no room for two blocks; give more")
         cache.store = BlockStore(folder, num_bytes, computation, owner_key, like)
         return cache

@@ -8,6 +8,8 @@ from statistics import NormalDist
 
 import numpy as np
 
+from sporeloom.core import elementary
+
 PARTS = 20_000
 
 
@@ -19,4 +21,4 @@ def slowest_of(number: int, deviation: float) -> float:
     normal = NormalDist()
     quantiles = ((np.arange(PARTS) + 0.5) / PARTS) ** (1 / number)
     logs = [deviation * normal.inv_cdf(min(quantile, 1 - 1e-16)) for quantile in quantiles.tolist()]
-    return float(np.mean(np.exp(logs))) / math.exp(deviation**2 / 2)
+    return float(np.mean(elementary.exp(logs))) / math.exp(deviation**2 / 2)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ def task_arrays(task: str, batch: Batch, vocab_size: int, step: int) -> list[NDA
     def drawn(mean: float, deviation: float) -> NDArray[np.float32]:
         return draw.normal(mean, deviation, mask.shape).astype(np.float32) * mask
 
-    log_prob = -float(np.log(vocab_size))
+    log_prob = -math.log(vocab_size)
     if task == "reward":
         margins = at_first(draw.random(len(rows)))
         margins[1::2] = 0

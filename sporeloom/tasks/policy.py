@@ -185,10 +185,8 @@ class PolicyTask(Tuning):
 
     def _told(self, name: str, compute: Callable[[], list[float] | str]) -> Any:
         """Result of a reward function, on all ranks. Users' own may need the main thread, for signals."""
-        if is_url(name) or name.startswith(PREFIX):
-            return from_log_rank(self.engine, compute)
-        source = self.run.strategy.mesh.first_rank_of_last_stage
-        return self.engine.broadcast_value(compute() if self.engine.is_log_rank else None, source)
+        is_own = is_url(name) or name.startswith(PREFIX)
+        return from_log_rank(self.engine, compute, in_main_thread=not is_own)
 
     def _from_function(self, name: str, function: Reward, texts: Sequence[SampledText]) -> list[float] | str:
         prompts = [self.prompts[text.prompt] for text in texts]

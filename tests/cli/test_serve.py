@@ -297,15 +297,20 @@ def test_where_nobody_can_listen_is_told_in_a_line(checkpoint, host, port, said)
 
 def test_a_folder_for_prompts_that_cannot_be_used_is_told_at_once(checkpoint, tmp_path):
     (tmp_path / "file").write_text("")
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o755)
     mesh = CONFIGS / "pangu_tiny_tp2_pp2.yaml"
     for words, said in (
         (("--prefix-cache-dir", tmp_path / "file"), "it is a file; give a folder"),
         (("--prefix-cache-dir", tmp_path / "new", "--prefix-cache-gb", 0), "leave out --prefix-cache-gb 0"),
         (("--prefix-cache-dir", tmp_path / "new", "--strategy", mesh), "for one device, but the strategy has 4"),
         (("--prefix-cache-dir-gb", 3), "is for files; add --prefix-cache-dir FOLDER"),
+        (("--prefix-cache-dir", tmp_path / "open"), "other users have access to it (mode 755)"),
+        (("--prefix-cache-gb", 1e-7), "--prefix-cache-gb 1e-07: no room for a block of 16 tokens, which takes "),
+        (("--prefix-cache-dir", tmp_path / "new", "--prefix-cache-dir-gb", 1e-7), "no room for 2 blocks of 16 tokens"),
     ):
         outcome = in_process("tools/serve.py", checkpoint, "--port", 0, *words)
-        assert outcome.code == 2 and said in outcome.output, outcome.output
+        assert outcome.code == 2 and said in outcome.output and "loading" not in outcome.output, outcome.output
     assert not (tmp_path / "new").exists()
 
 

@@ -144,3 +144,31 @@ def by_models(checkpoint, drafts, strategy=None, num_rows=ROWS, count=10):
             counts[name] = (speculation.drafted, speculation.accepted, scheduler.reused_tokens)
         found[Path(place).name] = {"answers": told, "counts": counts}
     return found if engine.is_log_rank else None
+
+
+@patch.object(DraftLength, "best", lambda self, num_rows, most: most)  # the drafts do not depend on times
+def combined(checkpoint, kind, weights, modules=(), count=4):
+    """Answers without and with drafts of a kind, where matrices have a format, of two requests at a time so that drafts have
+    places everywhere; and what was drafted and accepted."""
+    engine, folder = Engine.start(SINGLE_DEVICE), Path(checkpoint)
+    family, config = load_config(folder)
+    tokenizer, file = folder_tokenizer(family, folder, config), find_tokenizer(family, folder)
+    adapters = [read_adapter(Path(module), family, config) for module in modules]
+    flags = SpeculationFlags(
+        speculate=kind, draft_model=folder if kind == "model" else None, num_speculative_tokens=DRAFTS
+    )
+
+    def decoding(num_drafts):
+        of = folder, family, config, engine.strategy, (ROWS, SLOTS), weights, adapters
+        net = load_model(*of, num_drafts=num_drafts, drafts=num_drafts > 0 and flags.has_mtp)
+        return cached(engine, net, config, ROWS, SLOTS, CHUNK, num_drafts)
+
+    def in_pairs(scheduler):
+        asked = list(requests(tokenizer, config.end_ids, count, len(adapters)))
+        return [told for first in range(0, count, 2) for told in answers(scheduler, asked[first : first + 2])]
+
+    found = in_pairs(opened(decoding(0), engine))
+    drafting, draft = decoding(DRAFTS), read_draft(flags, (family, config), file, None, weights)
+    speculation = open_speculation(flags, draft, engine, drafting)
+    drafted = in_pairs(opened(drafting, engine, None, speculation))
+    return {"plain": found, "drafts": drafted, "drafted": speculation.drafted, "accepted": speculation.accepted}

@@ -52,12 +52,12 @@ def in_pairs(scheduler, asked):
     return [answer for first in range(0, len(asked), 2) for answer in answers(scheduler, asked[first : first + 2])]
 
 
-def opened(checkpoint, strategy, num_tokens):
+def opened(checkpoint, strategy, num_tokens, weights="float32"):
     engine = Engine.start(load_strategy(Path(strategy)) if strategy else SINGLE_DEVICE)
     family, config = load_config(Path(checkpoint))
     flags = SpeculationFlags(speculate="mtp" if num_tokens else "off", num_speculative_tokens=num_tokens or 1)
     of = Path(checkpoint), family, config, engine.strategy, (ROWS, SLOTS)
-    net = load_model(*of, num_drafts=num_tokens, drafts=num_tokens > 0)
+    net = load_model(*of, weights, num_drafts=num_tokens, drafts=num_tokens > 0)
     decoding = cached(engine, net, config, ROWS, SLOTS, CHUNK, num_tokens)
     return engine, config, decoding, open_speculation(flags, None, engine, decoding)
 
@@ -171,6 +171,17 @@ def largest_difference(checkpoint, notes, count):
         largest = max(largest, *(float(np.abs(a - b).max()) for a, b in zip(found, logits, strict=True)))
     ms.set_context(mode=ms.GRAPH_MODE)
     return largest
+
+
+@patch.object(DraftLength, "best", lambda self, num_rows, most: most)  # the drafts do not depend on times
+def held_as(checkpoint, weights):
+    """Answers without and with drafts where matrices have a format, and the number of drafted tokens."""
+    engine, config, plain, _ = opened(checkpoint, None, 0, weights)
+    *_, decoding, speculation = opened(checkpoint, None, 3, weights)
+    asked = list(requests(config))
+    found = {"plain": in_pairs(Scheduler(plain, engine), asked)}
+    found["drafts"] = in_pairs(Scheduler(decoding, engine, None, speculation), asked)
+    return {**found, "drafted": speculation.drafted}
 
 
 @patch.object(DraftLength, "best", lambda self, num_rows, most: most)  # the drafts do not depend on times

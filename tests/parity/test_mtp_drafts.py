@@ -44,19 +44,10 @@ def deepseek(checkpoint_of):
     return checkpoint_of(DEEPSEEK)
 
 
-def assert_alike(found, expected):
-    """The same tokens. Log-probabilities of these models, which MindSpore's operators compute, were the same to the bit in
-    most runs, and within 5e-6 in two on a busy machine."""
-    for answer, expected_answer in zip(found, expected, strict=True):
-        assert [token for token, *_ in answer] == [token for token, *_ in expected_answer]
-        scores, expected_scores = ([score for _, score, _ in each] for each in (answer, expected_answer))
-        np.testing.assert_allclose(scores, expected_scores, rtol=0, atol=2e-5)
-
-
 def check(found, tolerance=None):
     answers = found["answers"]
     for way in ("drafts", "warm", "oracle"):
-        assert_alike(answers[way], answers["plain"])
+        assert answers[way] == answers["plain"], way
     assert len({str(each) for each in answers["plain"]}) == len(answers["plain"])
     drafted, accepted = found["oracle"]
     assert drafted > 20 and 0.5 * drafted < accepted < drafted
@@ -66,20 +57,28 @@ def check(found, tolerance=None):
 
 
 def test_two_layers_that_read_normed_states(deepseek):
-    found = call(WORKER, "compared", str(deepseek), None, 4, 3)
+    found = call(WORKER, "compared", str(deepseek), None, 4, 3, timeout=800)
     check(found, 2e-4)
     assert found["reused"] > 0
     assert found["cache_bytes"][0] == found["cache_bytes"][1]
 
 
 def test_windows_sinks_convolutions_and_streams(checkpoint_of):
-    found = call(WORKER, "compared", str(checkpoint_of(TWO)), None, 4)
+    found = call(WORKER, "compared", str(checkpoint_of(TWO)), None, 4, timeout=800)
     check(found)
     assert found["cache_bytes"][0] == found["cache_bytes"][1]
 
 
 def test_a_published_model():
     check(call(WORKER, "compared", str(shared("golden_v3/pangu_ultra_moe/case_a")), None, 4, 3), 2e-4)
+
+
+@pytest.mark.parametrize(("weights", "dtype"), [("int8", "float32"), ("int4-g32", "bfloat16")])
+def test_narrow_weights(weights, dtype, checkpoint_of):
+    latent = dataclasses.replace(DEEPSEEK.latent, query_width=64)  # groups of 32 columns
+    folder = checkpoint_of(dataclasses.replace(DEEPSEEK, num_mtp_layers=1, compute_dtype=dtype, latent=latent))
+    found = call(WORKER, "held_as", str(folder), weights, timeout=800)
+    assert found["drafts"] == found["plain"] and found["drafted"] > 10
 
 
 @pytest.mark.parametrize("mesh", ["tp: 2", "pp: 2"])

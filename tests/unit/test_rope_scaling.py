@@ -137,3 +137,13 @@ def test_what_is_no_scaling_is_refused_by_its_key(given, words):
     with pytest.raises(ConfigError) as error:
         read_rope({"max_position_embeddings": 64, "rope_scaling": given})
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize("theta", [1e4, 5e5, 1.6e7])
+def test_plain_frequencies_are_correctly_rounded(theta):
+    """NumPy's float32 powers are not, and have other bits where the result follows on the exponents in memory."""
+    ms.set_device("CPU")
+    config = model_of({"theta": theta, "max": 128, "rope": None, "dim": 64})
+    exponents = np.arange(0, 64, 2, dtype=np.float32) / np.float32(64)
+    powers = (np.longdouble(theta) ** exponents.astype(np.longdouble)).astype(np.float32)
+    np.testing.assert_array_equal(Angles(config).frequency.asnumpy(), np.tile(np.float32(1) / powers, 2))

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sporeloom.core import elementary
 from sporeloom.core.errors import ConfigError
 from sporeloom.mindspore_compat.names import mind_ir
 from sporeloom.runtime.cpu.pyfunc import add_pyfunc_primitive
@@ -85,7 +86,7 @@ def statistics(q: Array, k: Array, v: Array, hidden: Array, scale: float, of: in
         return np.zeros(1, q.dtype)
     scores = _scores(q, k, hidden, scale)
     maximum = scores.max(-1, keepdims=True)
-    rows = maximum if of == 0 else np.exp(scores - maximum).sum(-1, keepdims=True)
+    rows = maximum if of == 0 else elementary.exp(scores - maximum).sum(-1, keepdims=True)
     return np.ascontiguousarray(np.broadcast_to(rows.reshape(*q.shape[:3], 1), (*q.shape[:3], 8)), np.float32)
 
 
@@ -124,7 +125,7 @@ def _scores(q: Array, k: Array, hidden: Array, scale: float) -> Array:
 def _probs(q: Array, k: Array, hidden: Array, scale: float) -> Array:
     """Attention probabilities, (B, KV, H/KV, T, S)."""
     scores = _scores(q, k, hidden, scale)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights = elementary.exp(scores - scores.max(-1, keepdims=True))
     return np.asarray(weights / weights.sum(-1, keepdims=True))
 
 

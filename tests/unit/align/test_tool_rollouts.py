@@ -3,6 +3,7 @@
 
 import hashlib
 import json
+import threading
 import time
 from types import SimpleNamespace
 
@@ -214,16 +215,26 @@ def test_a_run_records_the_tools_that_it_has_read(tmp_path, monkeypatch):
     assert task.data_state() == before
 
 
-def test_other_ranks_hear_of_a_value_that_takes_long(monkeypatch):
+@pytest.mark.parametrize("in_main_thread", [False, True])
+def test_other_ranks_hear_of_a_value_that_takes_long(in_main_thread, monkeypatch):
     heard = []
+
+    def compute():
+        assert (threading.current_thread() is threading.main_thread()) == in_main_thread
+        deadline = time.monotonic() + 30
+        while len(heard) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return 7
+
     mesh, broadcast = (
         SimpleNamespace(size=2, first_rank_of_last_stage=1),
         lambda value, source: heard.append(value) or value,
     )
     strategy = SimpleNamespace(mesh=mesh)
     monkeypatch.setattr(one_rank, "INTERVAL_S", 0.05)
-    log_rank = SimpleNamespace(rank=1, is_log_rank=True, strategy=strategy, broadcast_value=broadcast)
-    assert one_rank.from_log_rank(log_rank, lambda: time.sleep(0.2) or 7) == 7
+    log_rank = SimpleNamespace(rank=1, is_log_rank=True, target="CPU", strategy=strategy, broadcast_value=broadcast)
+    assert one_rank.from_log_rank(log_rank, compute, in_main_thread) == 7
     assert len(heard) > 2 and heard[:-1] == [[]] * (len(heard) - 1) and heard[-1] == [7]
     told = iter(heard)
     other = SimpleNamespace(rank=0, is_log_rank=False, strategy=strategy, broadcast_value=lambda *_: next(told))

@@ -32,6 +32,7 @@ from sporeloom.nn.lora import LoRALinear
 from sporeloom.nn.mlp import ErfGelu, FastGelu, GatedMLP, SiLU, TanhGelu
 from sporeloom.nn.multi_lora import AdaptedProduct
 from sporeloom.nn.norm import RMSNorm
+from sporeloom.nn.w8a8 import W8A8Linear
 
 SWITCH = "SPORELOOM_KERNELS"
 """Environment variable: 0 computes with MindSpore's operators alone."""
@@ -166,14 +167,16 @@ def _kernel_for(cell: nn.Cell) -> tuple[str, Callable[..., list[int]]] | None:
     return f"linear{_WEIGHTS[_weights_of(cell)]}", lambda x, w, *_: [x[0], w[0]]
 
 
-_WEIGHTS = ("", "_int8", "_int4", "_int4_zeros")
+_WEIGHTS = ("", "_int8", "_w8a8", "_int4", "_int4_zeros")
 """Kinds of weights, in the order of kernels.c."""
 
 
 def _weights_of(cell: nn.Cell) -> int:
     """The kind of a part's matrix."""
     if isinstance(cell, Int4Linear):
-        return 3 if cell.has_zeros else 2
+        return 4 if cell.has_zeros else 3
+    if isinstance(cell, W8A8Linear):
+        return 2
     return int(isinstance(cell, Int8Linear | Int8Head | Int8TiedHead))
 
 
@@ -184,7 +187,9 @@ def _plan(layer: Block) -> NDArray[np.int32] | None:
     attention, mlp, norm = layer.attention, layer.mlp, layer.attention_norm
     matrices = [attention.query, attention.key, attention.value, attention.output, mlp.up, mlp.down]
     matrices += [mlp.gate] if isinstance(mlp, GatedMLP) else []
-    is_plain = all(type(matrix) in (Linear, Int8Linear, Int4Linear) and not matrix.has_adapters for matrix in matrices)
+    is_plain = all(
+        type(matrix) in (Linear, Int8Linear, W8A8Linear, Int4Linear) and not matrix.has_adapters for matrix in matrices
+    )
     if not is_plain or len({_weights_of(matrix) for matrix in matrices}) > 1:
         return None
     widths = [length for matrix in matrices for length in matrix.matrix_shape]

@@ -2,7 +2,8 @@
  * What decoding spends its time on, for one CPU: whole layers for a few tokens; and their parts, for layers that are not made
  * of those known here. MindSpore calls these through its Custom operator; outputs follow the inputs in `p`.
  *
- * threads.h has the threads, products.h products with matrices, attention.h attention over a KV cache; whole layers are here.
+ * threads.h has the threads, products.h and w8a8.h products with matrices, attention.h attention over a KV cache; whole
+ * layers are here.
  *
  * A row's numbers do not depend on the other rows: each entry is summed in one order, in LANES parts.
  */
@@ -26,6 +27,7 @@
 
 #include "threads.h"
 #include "products.h"
+#include "w8a8.h"
 #include "attention.h"
 
 /* What a layer is made of, as sporeloom/inference/kernels.py writes it; each an int32. */
@@ -34,7 +36,7 @@ enum {
 };
 enum { SEQUENTIAL, PARALLEL, SANDWICH };
 enum { GELU, GELU_TANH, FAST_GELU, SILU };
-enum { IN_FLOAT, IN_INT8, IN_INT4, IN_INT4_ZEROS };
+enum { IN_FLOAT, IN_INT8, IN_W8A8, IN_INT4, IN_INT4_ZEROS };
 
 /* The next inputs of a layer. */
 typedef struct {
@@ -54,6 +56,7 @@ static void next_product(Inputs *in, const float *x, float *y, int64_t m, int ha
   const uint8_t *zero = kind == IN_INT4_ZEROS ? in->p[in->at++] : NULL;
   const float *bias = has_bias ? in->p[in->at++] : NULL;
   in->failed |= kind >= IN_INT4   ? product4(x, w, scale, zero, bias, y, m, k, n, groups)
+                : kind == IN_W8A8 ? product_w8a8(x, w, scale, bias, y, m, k, n)
                 : kind == IN_INT8 ? product8(x, w, scale, bias, y, m, k, n)
                                   : product(x, w, scale, bias, y, m, k, n);
 }

@@ -20,8 +20,8 @@ BLOCK = 32
 BY_ROWS = ("output", "down")
 """Matrices whose columns, not rows, tensor parallel ranks share."""
 MAX_COLUMNS_OF_DIGITS = {1: 1040, 2: 16512, 4: 66048}
-"""Maximum number of columns by the digits of a number up to 127 (base 256, 16 or 4): the sum of their products with 127 is less
-than 2^24, below which a float32 is exact (`sporeloom.nn.w8a8`)."""
+"""Maximum number of columns by the digits of a number up to 127 (base 256, 16 or 4): the sum of their products with 127 is
+less than 2^24, below which a float32 is exact (`sporeloom.nn.w8a8`)."""
 WHOLE_ROW = 0
 """Group size of a row whose columns are one group."""
 OTHERWISE = "use --weights int8 or float32"

@@ -3,7 +3,7 @@
 token's row, taken from the row itself. Sums of products are exact, as in int32."""
 
 import numpy as np
-from mindspore import Tensor, nn, ops
+from mindspore import Parameter, Tensor, nn, ops
 from mindspore import dtype as mstype
 
 from sporeloom.models.weight_formats import MAX_COLUMNS_OF_DIGITS
@@ -54,6 +54,13 @@ class Digits(nn.Cell):
 
 class QuantizedProduct:
     """A Cell's product of rows, each as int8 with its scale, and its int8 matrix."""
+
+    weight: Parameter
+    scale: Parameter
+    dtype: mstype.Type
+    matmul: ops.Primitive
+    rescale: ops.Mul
+    cast: ops.Cast
 
     def quantize_rows(self, columns: int) -> None:
         self.activations, self.digits = VectorQuantizer(), Digits(columns)

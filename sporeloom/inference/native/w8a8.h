@@ -87,6 +87,15 @@ INLINE void int_sums(const int8_t *x, int64_t stride, const int8_t *w, int64_t k
 }
 #endif
 
+/* a * b + c, rounded in one way: compilers round some of a loop's once, and others twice. */
+static inline float multiply_add(float a, float b, float c) {
+#ifdef FP_FAST_FMAF
+  return fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
 /* columns ROWS * from to ROWS * to of y */
 static void product_w8a8_columns(const void *with, int64_t from, int64_t to) {
   const IntProduct p = *(const IntProduct *)with;
@@ -104,8 +113,8 @@ static void product_w8a8_columns(const void *with, int64_t from, int64_t to) {
       }
       for (int64_t a = 0; a < rows; ++a)
         for (int r = 0; r < ROWS; ++r) {
-          const float y = (float)sums[a][r] * p.of_x[i + a] * p.scale[j + r];
-          p.y[(i + a) * p.n + j + r] = p.bias ? y + p.bias[j + r] : y;
+          const float y = (float)sums[a][r] * p.of_x[i + a], scale = p.scale[j + r];
+          p.y[(i + a) * p.n + j + r] = p.bias ? multiply_add(y, scale, p.bias[j + r]) : y * scale;
         }
     }
   }

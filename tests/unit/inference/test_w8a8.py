@@ -115,9 +115,10 @@ def check_kernel(call, x, w, scale):
     bias = scale[::-1].copy()
     call("linear_w8a8", x, w, scale, bias, with_bias)
     np.testing.assert_allclose(with_bias, wanted + bias, rtol=1e-5, atol=1e-7)
-    for row in range(len(x)):
-        call("linear_w8a8", x[row : row + 1].copy(), w, scale, alone[row : row + 1])
-    np.testing.assert_array_equal(alone, y)  # to the bit, whatever the other rows are
+    for given, found in (((), y), ((bias,), with_bias)):
+        for row in range(len(x)):
+            call("linear_w8a8", x[row : row + 1].copy(), w, scale, *given, alone[row : row + 1])
+        np.testing.assert_array_equal(alone, found)  # to the bit, whatever the other rows are
 
 
 @needs_compiler

@@ -44,7 +44,7 @@ class Digits(nn.Cell):
         return self.as_rows(self.stack((*digits, q)), (*shape[:-2], shape[-2] * len(self.steps), shape[-1]))
 
     def joined(self, sums):
-        """What the digits' sums (..., R * digits, out) stand for, (..., R, out)."""
+        """Add up the digits' sums (..., R * digits, out) by their weights: (..., R, out)."""
         count, shape = len(self.steps), sums.shape
         if count == 1:
             return sums

@@ -21,10 +21,12 @@ from sporeloom.core.lines import split_lines
 
 RESULT = Path(__file__).resolve().parent / "results" / "quantization.md"
 POEMS = ROOT.parent / "shared" / "data" / "zh_poetry.jsonl"
+NAMES = ("float32", "int8", "w8a8", "int4", "int4-g64", "int4-g32", "int4-asym", "int4-asym-g32")
 CASES = [
-    *((name, "auto") for name in ("float32", "int8", "int4", "int4-g64", "int4-g32", "int4-asym", "int4-asym-g32")),
+    *((name, "auto") for name in NAMES),
     ("float32", "int8"),
     ("int8", "int8"),
+    ("w8a8", "int8"),
     ("int4-g32", "int8"),
 ]
 """Weights and KV cache."""
@@ -107,7 +109,7 @@ def main() -> None:
     lines = [
         f"A model of 1 million parameters (`--size embedded_tiny`), {arguments.steps} steps of {BATCH} x {MAX_TOKENS} tokens "
         f"on poems; perplexity of {len(poems)} poems by poets that it has not read, through the KV cache; load {load:.1f}. "
-        "Embedding and head are int8 with every int4.",
+        "Embedding and head are int8 with w8a8 and every int4.",
         "",
         "| weights | KV cache | perplexity | against float32 | MB of weights | MB of cache (256 slots) |",
         "|---|---|---|---|---|---|",

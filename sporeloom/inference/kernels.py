@@ -24,14 +24,16 @@ from sporeloom.nn.attention import Attention
 from sporeloom.nn.blocks import Block, DecoderLayer, ParallelBlock, SandwichLayer
 from sporeloom.nn.cache import Int8KVCache
 from sporeloom.nn.head import TiedHead
-from sporeloom.nn.int4 import Int4Linear
-from sporeloom.nn.int8 import Int8Head, Int8Linear, Int8TiedHead
+from sporeloom.nn.int4 import Int4ExpertLinear, Int4Linear
+from sporeloom.nn.int8 import Int8ExpertLinear, Int8Head, Int8Linear, Int8TiedHead
 from sporeloom.nn.latent_attention import LatentAttention
 from sporeloom.nn.linear import Linear
 from sporeloom.nn.lora import LoRALinear
 from sporeloom.nn.mlp import ErfGelu, FastGelu, GatedMLP, SiLU, TanhGelu
+from sporeloom.nn.moe import ExpertLinear, MoE
 from sporeloom.nn.multi_lora import AdaptedProduct
 from sporeloom.nn.norm import RMSNorm
+from sporeloom.nn.w8a8 import W8A8ExpertLinear, W8A8Linear
 
 SWITCH = "SPORELOOM_KERNELS"
 """Environment variable: 0 computes with MindSpore's operators alone."""
@@ -42,6 +44,8 @@ BLOCK_KINDS = (DecoderLayer, ParallelBlock, SandwichLayer)
 ACTIVATION_KINDS = (ErfGelu, TanhGelu, FastGelu, SiLU)
 """Kinds of activation functions, in the order of kernels.c."""
 MAX_HEAD_DIM = 1024
+PLAN_LENGTH = 15
+"""Numbers of a plan, in the order of kernels.c."""
 LANES, COLUMNS = 16, 4
 """The length of rows and the number of columns must be multiples of these."""
 
@@ -153,6 +157,12 @@ def _kernel_for(cell: nn.Cell) -> tuple[str, Callable[..., list[int]]] | None:
             return None
         cell.plan = Tensor(plan)
         return "layer", lambda x, *_: x
+    if isinstance(cell, MoE):
+        plan = _experts_plan(cell)
+        if plan is None:
+            return None
+        cell.plan = Tensor(plan)
+        return "experts", lambda x, chosen, *_: [*chosen, x[1]]
     if not isinstance(cell, Attention | Linear | Int8Linear | Int4Linear | TiedHead) or str(cell.dtype) != "Float32":
         return None
     if isinstance(cell, Attention):
@@ -166,15 +176,17 @@ def _kernel_for(cell: nn.Cell) -> tuple[str, Callable[..., list[int]]] | None:
     return f"linear{_WEIGHTS[_weights_of(cell)]}", lambda x, w, *_: [x[0], w[0]]
 
 
-_WEIGHTS = ("", "_int8", "_int4", "_int4_zeros")
+_WEIGHTS = ("", "_int8", "_w8a8", "_int4", "_int4_zeros")
 """Kinds of weights, in the order of kernels.c."""
 
 
 def _weights_of(cell: nn.Cell) -> int:
     """The kind of a part's matrix."""
-    if isinstance(cell, Int4Linear):
-        return 3 if cell.has_zeros else 2
-    return int(isinstance(cell, Int8Linear | Int8Head | Int8TiedHead))
+    if isinstance(cell, Int4Linear | Int4ExpertLinear):
+        return 4 if cell.has_zeros else 3
+    if isinstance(cell, W8A8Linear | W8A8ExpertLinear):
+        return 2
+    return int(isinstance(cell, Int8Linear | Int8ExpertLinear | Int8Head | Int8TiedHead))
 
 
 def _plan(layer: Block) -> NDArray[np.int32] | None:
@@ -184,7 +196,9 @@ def _plan(layer: Block) -> NDArray[np.int32] | None:
     attention, mlp, norm = layer.attention, layer.mlp, layer.attention_norm
     matrices = [attention.query, attention.key, attention.value, attention.output, mlp.up, mlp.down]
     matrices += [mlp.gate] if isinstance(mlp, GatedMLP) else []
-    is_plain = all(type(matrix) in (Linear, Int8Linear, Int4Linear) and not matrix.has_adapters for matrix in matrices)
+    is_plain = all(
+        type(matrix) in (Linear, Int8Linear, W8A8Linear, Int4Linear) and not matrix.has_adapters for matrix in matrices
+    )
     if not is_plain or len({_weights_of(matrix) for matrix in matrices}) > 1:
         return None
     widths = [length for matrix in matrices for length in matrix.matrix_shape]
@@ -212,3 +226,21 @@ def _plan(layer: Block) -> NDArray[np.int32] | None:
         int(isinstance(attention.cache, Int8KVCache)),
     ]
     return np.asarray(plan, np.int32)
+
+
+EXPERT_KINDS = (ExpertLinear, Int8ExpertLinear, W8A8ExpertLinear, Int4ExpertLinear)
+
+
+def _experts_plan(layer: MoE) -> NDArray[np.int32] | None:
+    """Description of the experts of a layer for kernels.c, with 0 where it is of attention; None: it cannot compute them."""
+    mlp = layer.experts
+    matrices = [mlp.up, mlp.down, *([mlp.gate] if mlp.is_gated else [])]
+    if any(type(matrix) not in EXPERT_KINDS for matrix in matrices) or len({_weights_of(m) for m in matrices}) > 1:
+        return None
+    widths = (layer.hidden_size, mlp.up.weight.shape[1])
+    if str(layer.dtype) != "Float32" or any(n % LANES for n in widths):
+        return None
+    plan = np.zeros(PLAN_LENGTH, np.int32)
+    plan[3:6] = ACTIVATION_KINDS.index(type(mlp.activation)), int(mlp.is_gated), _weights_of(mlp.up)
+    plan[8] = int(mlp.up.has_bias)
+    return plan

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight-only quantization: matrices and the token embedding as int8 with one float32 scale for each output channel, or
+"""Quantization of weights: matrices and the token embedding as int8 with one float32 scale for each output channel, or
 matrices as int4 with a scale, and maybe a zero point, for each group of columns; rounded to the nearest."""
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from sporeloom.nn.int8 import Int8Embedding, Int8ExpertLinear, Int8Head, Int8Lin
 from sporeloom.nn.linear import Linear
 from sporeloom.nn.moe import ExpertLinear
 from sporeloom.nn.replace import replace_cell
+from sporeloom.nn.w8a8 import W8A8ExpertLinear, W8A8Linear
 from sporeloom.strategy.tensor_slice import TensorSlice
 
 MIN_INT4, MAX_INT4 = -8, 7
@@ -32,10 +33,11 @@ def quantize(net: Decoder, weights: WeightFormat) -> None:
     """Replace the parts of `net` that have matrices by those of the format."""
     for path, cell in list(net.cells_and_names()):
         if isinstance(cell, Linear):
-            replace_cell(net, path, Int4Linear(cell, weights) if weights.is_int4(path) else Int8Linear(cell))
+            in_int8 = W8A8Linear if weights.is_w8a8(path) else Int8Linear
+            replace_cell(net, path, Int4Linear(cell, weights) if weights.is_int4(path) else in_int8(cell))
         elif isinstance(cell, ExpertLinear):
-            is_int4 = weights.is_int4(path)
-            replace_cell(net, path, Int4ExpertLinear(cell, weights) if is_int4 else Int8ExpertLinear(cell))
+            in_int8 = W8A8ExpertLinear if weights.is_w8a8(path) else Int8ExpertLinear
+            replace_cell(net, path, Int4ExpertLinear(cell, weights) if weights.is_int4(path) else in_int8(cell))
     word = Int8Embedding(net.embedding.word)
     replace_cell(net, "head", Int8Head(net.head) if isinstance(net.head, Head) else Int8TiedHead(net.head, word))
     replace_cell(net, "embedding.word", word)  # last: its scale keeps the embedding's name

@@ -11,19 +11,25 @@ from sporeloom.models.config import ModelConfig
 from sporeloom.models.parameters import parameter_specs
 from sporeloom.models.parts.spec import ParameterSpec
 
-WeightName = Literal["float32", "int8", "int4", "int4-g64", "int4-g32", "int4-asym", "int4-asym-g64", "int4-asym-g32"]
+WeightName = Literal[
+    "float32", "int8", "w8a8", "int4", "int4-g64", "int4-g32", "int4-asym", "int4-asym-g64", "int4-asym-g32"
+]
 
 BLOCK = 32
 """Columns of a row of int4 that lie together: 16 bytes, each with column i in its low and column 16 + i in its high half."""
 BY_ROWS = ("output", "down")
 """Matrices whose columns, not rows, tensor parallel ranks share."""
+MAX_COLUMNS_OF_DIGITS = {1: 1040, 2: 16512, 4: 66048}
+"""Maximum number of columns by the digits of a number up to 127 (base 256, 16 or 4): the sum of their products with 127 is
+less than 2^24, below which a float32 is exact (`sporeloom.nn.w8a8`)."""
 WHOLE_ROW = 0
 """Group size of a row whose columns are one group."""
 OTHERWISE = "use --weights int8 or float32"
 """Advice for a quantized folder, which has its own int4 or none."""
 
 WEIGHTS_HELP = (
-    "number type of matrices; int8: a quarter of the memory, with a scale for each output channel; int4: an eighth, with a "
+    "number type of matrices; int8: a quarter of the memory, with a scale for each output channel; w8a8: int8, and int8 "
+    "activations with a scale for each token; int4: an eighth, with a "
     "scale for each 128 columns of a row, or for 64 (-g64) or 32 (-g32), and with zero points as well (-asym)"
 )
 """Help of the flag --weights."""
@@ -37,6 +43,8 @@ class WeightFormat:
     bits: Literal[32, 8, 4]
     group_size: int = WHOLE_ROW
     """Columns of a row that share a scale."""
+    has_int8_activations: bool = False
+    """Whether products are of int8 with int8: each token's row is rounded, too, with a scale of its own."""
     has_zeros: bool = False
     """Whether a group has a zero point of its own (asymmetric); otherwise 0 is 0."""
     exact: frozenset[str] = frozenset()
@@ -52,7 +60,16 @@ class WeightFormat:
 
     def is_int4(self, path: str) -> bool:
         """Whether the matrix of a linear part has 4 bits."""
-        return self.bits == 4 and path not in self.exact and path.rpartition(".")[2] != "kv_up"
+        return self.bits == 4 and path not in self.exact and not _is_absorbed(path)
+
+    def is_w8a8(self, path: str) -> bool:
+        """Whether a linear part computes with int8 activations."""
+        return self.has_int8_activations and not _is_absorbed(path)
+
+
+def _is_absorbed(path: str) -> bool:
+    """Whether latent attention computes with a matrix itself, not with its product."""
+    return path.rpartition(".")[2] == "kv_up"
 
 
 FLOAT32 = WeightFormat("float32", 32)
@@ -61,6 +78,7 @@ WEIGHT_FORMATS = {
     for each in (
         FLOAT32,
         WeightFormat("int8", 8),
+        WeightFormat("w8a8", 8, has_int8_activations=True),
         WeightFormat("int4", 4, 128),
         WeightFormat("int4-g64", 4, 64),
         WeightFormat("int4-g32", 4, 32),
@@ -77,6 +95,8 @@ def format_problems(weights: WeightFormat, config: ModelConfig, tp: int = 1) -> 
         return list(weights.problems)
     if weights.bits == 4 and weights.group_size % BLOCK:
         return [f"groups of {weights.group_size} columns are not a multiple of {BLOCK}; {OTHERWISE}"]
+    if weights.has_int8_activations:
+        return _too_wide(weights, config)
     problems = []
     for spec in parameter_specs(config):
         path = spec.name.removesuffix(".weight")
@@ -96,6 +116,16 @@ def format_problems(weights: WeightFormat, config: ModelConfig, tp: int = 1) -> 
             )
             break
     return problems
+
+
+def _too_wide(weights: WeightFormat, config: ModelConfig) -> list[str]:
+    """Matrices over whose columns sums are not exact."""
+    most = max(MAX_COLUMNS_OF_DIGITS.values())
+    for spec in parameter_specs(config):
+        path = spec.name.removesuffix(".weight")
+        if spec.use == "matrix" and weights.is_w8a8(path) and spec.shape[-1] > most:
+            return [f"sums over the {spec.shape[-1]} columns of {path} are exact for up to {most}; use --weights int8"]
+    return []
 
 
 def _shards(spec: ParameterSpec, tp: int) -> int:

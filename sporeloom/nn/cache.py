@@ -5,8 +5,7 @@ from mindspore import Parameter, nn, ops
 from mindspore import dtype as mstype
 from mindspore.common.initializer import initializer
 
-MIN_SIZE = 1e-30
-"""Magnitude below which a vector counts as 0."""
+from sporeloom.nn.vector_quantizer import VectorQuantizer
 
 
 class NoCache(nn.Cell):
@@ -70,25 +69,6 @@ class KVCache(KeyCache):
     def operands(self):
         """Parameters that a kernel reads and writes."""
         return (self.keys, self.values)
-
-
-class VectorQuantizer(nn.Cell):
-    """Vectors (..., D) as int8, each with its scale (..., 1): the number furthest from 0 becomes 127 or -127. The scale of a
-    vector with an entry that is not finite is NaN, and so is what it becomes again."""
-
-    def __init__(self):
-        super().__init__()
-        self.cast, self.size, self.furthest = ops.Cast(), ops.Abs(), ops.ReduceMax(keep_dims=True)
-        self.usable, self.scale, self.divide = ops.Maximum(), ops.Div(), ops.Div()
-        self.round, self.narrow = ops.Rint(), ops.Cast()
-        self.is_finite, self.invert, self.has_any = ops.IsFinite(), ops.LogicalNot(), ops.ReduceAny(keep_dims=True)
-        self.to_nan = ops.MaskedFill()
-
-    def construct(self, x):
-        x = self.cast(x, mstype.float32)
-        scale = self.scale(self.usable(self.furthest(self.size(x), -1), MIN_SIZE), 127.0)
-        q = self.narrow(self.round(self.divide(x, scale)), mstype.int8)
-        return q, self.to_nan(scale, self.has_any(self.invert(self.is_finite(x)), -1), float("nan"))
 
 
 class Int8KVCache(KeyCache):

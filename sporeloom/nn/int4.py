@@ -60,6 +60,9 @@ class Int4Matrix:
     """The matrix (..., out, in) of a Cell in int4: its bytes, scales (..., out, groups), and zero points likewise where it
     has them. Rules shard these by the operators that read them."""
 
+    bias: Parameter
+    has_bias: bool
+
     def hold(self, shape, weights: WeightFormat):
         self.weight, self.scale, zero = _parameters(shape, weights)
         self.weight_cast, self.scale_expand, self.dequantize = ops.Cast(), ops.ExpandDims(), Dequantize(shape)
@@ -72,6 +75,11 @@ class Int4Matrix:
         if not self.has_zeros:
             return self.dequantize(packed, scale)
         return self.dequantize(packed, scale, self.zero_cast(self.zero_expand(self.zero, -1), mstype.float32))
+
+    def operands(self):
+        """Inputs of a kernel."""
+        found = (self.weight, self.scale, self.zero) if self.has_zeros else (self.weight, self.scale)
+        return (*found, self.bias) if self.has_bias else found
 
 
 class Int4Linear(AdaptedProduct, Int4Matrix):
@@ -96,10 +104,6 @@ class Int4Linear(AdaptedProduct, Int4Matrix):
             if self.has_bias:
                 y = self.bias_add(y, self.cast(self.bias, self.dtype))
         return self.with_adapters(y, x, adapter_ids) if self.has_adapters else y
-
-    def operands(self):
-        found = (self.weight, self.scale, self.zero) if self.has_zeros else (self.weight, self.scale)
-        return (*found, self.bias) if self.has_bias else found
 
 
 class Int4ExpertLinear(nn.Cell, Int4Matrix):

@@ -61,6 +61,9 @@ class Int8ExpertLinear(nn.Cell):
         y = self.rescale(self.matmul(x, self.cast(self.weight, self.dtype)), self.cast(self.scale, self.dtype))
         return self.bias_add(y, self.cast(self.bias, self.dtype)) if self.has_bias else y
 
+    def operands(self):
+        return (self.weight, self.scale, self.bias) if self.has_bias else (self.weight, self.scale)
+
 
 class Int8Embedding(nn.Cell):
     """Rows of an int8 table, each with its scale (rows, 1), looked up by id."""

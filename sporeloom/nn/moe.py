@@ -21,6 +21,7 @@ from sporeloom.models.parts.spec import ParameterSpecs
 from sporeloom.nn.dispatch import AssignedExperts, CombineWeights, DispatchIndices
 from sporeloom.nn.dropless import GroupedProduct, OfRows, Permute, SortedRows, has_fast_product
 from sporeloom.nn.dropout import Dropout
+from sporeloom.nn.linear import MAX_KERNEL_ROWS
 from sporeloom.nn.mlp import ACTIVATIONS, build_mlp
 from sporeloom.nn.parameter import declared_parameter
 from sporeloom.nn.router_losses import LoadCounter, RouterLosses
@@ -63,6 +64,10 @@ class ExpertLinear(nn.Cell):
             y = self.bias_add(y, self.cast(self.bias, self.dtype))
         return y
 
+    def operands(self):
+        """Inputs of a kernel."""
+        return (self.weight, self.bias) if self.has_bias else (self.weight,)
+
 
 class ExpertMLPs(nn.Cell):
     """The MLP of each expert on its own rows, (E, R, D) -> (E, R, D), or sorted ones (see `ExpertLinear`)."""
@@ -84,6 +89,11 @@ class ExpertMLPs(nn.Cell):
             y = self.gate_mul(y, self.up(x, *of_rows))
         return self.down(y, *of_rows)
 
+    def operands(self):
+        """Parameters in the order of use, for a kernel."""
+        gate = self.gate.operands() if self.is_gated else ()
+        return self.up.operands() + gate + self.down.operands()
+
 
 class MoE(nn.Cell, CountingCell, ExpertCell):
     """Each token's k experts, weighted, and the shared one: (N, D) -> (N, D).
@@ -93,6 +103,10 @@ class MoE(nn.Cell, CountingCell, ExpertCell):
     then, so that a policy, its reference, what samples from it and what scores it later are one function. `groups`: what
     `TokenGroups` gives; without it there is no padding.
     """
+
+    has_kernel = False
+    """Whether few tokens go through a compiled kernel of the experts, each of which computes the rows that chose it
+    (`sporeloom.inference.kernels`)."""
 
     def __init__(self, config: ModelConfig, specs: ParameterSpecs, dtype: mstype.Type, layer: int):
         super().__init__()
@@ -156,8 +170,9 @@ class MoE(nn.Cell, CountingCell, ExpertCell):
             choices = self.choices(ops.stop_gradient(probs))  # (G, L, k)
         chosen, of_all, one_hot = self.assigned(choices, is_choice)
         place, owners = None, None
+        is_compiled = self.has_kernel and count * length <= MAX_KERNEL_ROWS
         is_sorted = self.sorts_rows and capacity >= length and self.sorts(count * length)
-        if is_sorted:
+        if is_compiled or is_sorted:
             kept = _ones(count, self.chosen * length) if is_choice is None else is_choice
         else:
             place, kept, owners = self.places(chosen, one_hot, capacity, is_choice, limit)
@@ -168,7 +183,9 @@ class MoE(nn.Cell, CountingCell, ExpertCell):
         if self.counts and shares is not None:
             counted = self.counter(one_hot, kept, probs, is_choice, is_token)
             losses = counted if losses is None else self.counts_add(losses, counted)
-        if is_sorted:
+        if is_compiled:
+            y = self.kernel(a, chosen, *self.experts.operands(), self.plan)
+        elif is_sorted:
             y = self.through_sorted(a, chosen, of_all, (count, length))
         else:
             y = self.through_slots(a, chosen, place, owners, (count, length, capacity))

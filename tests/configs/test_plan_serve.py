@@ -52,6 +52,7 @@ def test_sequences_chunks_and_number_types_move_what_they_should(alone):
     many, quantized, at_once = plan(num_rows=16), plan(weights="int8", kv_cache="int8"), plan(chunk=100)
     assert many["tokens_per_s"] > alone["tokens_per_s"] and many["decode_s"] > alone["decode_s"]
     assert quantized["weight_bytes"] < 0.3 * alone["weight_bytes"]
+    assert plan(weights="w8a8", kv_cache="int8")["weight_bytes"] == quantized["weight_bytes"]
     assert quantized["cache_bytes"] < 0.8 * alone["cache_bytes"]
     assert at_once["first_token_s"] < alone["first_token_s"]
 

@@ -201,7 +201,7 @@ def test_int8_takes_a_quarter_and_points_the_same_way(engine, tmp_path, golden, 
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler (cc)")
-@pytest.mark.parametrize("size", ["tiny", "codegeex4", "int8", "int4-asym-g32"])
+@pytest.mark.parametrize("size", ["tiny", "codegeex4", "int8", "w8a8", "int4-asym-g32"])
 def test_in_mixed_batches_a_row_gets_the_same_to_the_bit_whoever_is_beside_it(engine, tmp_path, tiny, size):
     """In one batch with others, or alone; its prompt at once, or token by token."""
     folder = (

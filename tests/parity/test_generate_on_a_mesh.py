@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same tokens under every mesh: greedy, sampled with a seed, with penalties, with int8 and int4 weights, int8 caches."""
+"""The same tokens under every mesh: greedy, sampled with a seed, with penalties, with int8, int4 and W8A8, int8 caches."""
 
 import json
 
@@ -11,7 +11,7 @@ from sporeloom.strategy.loader import load_strategy
 
 WORKER = "tests/parity/generate_worker.py"
 NAMES = ("dp2_tp2", "tp2_pp2")
-INT4 = ("int4-g32", "int4-asym-g64, KV int8")
+NARROW = ("int4-g32", "int4-asym-g64, KV int8", "w8a8")
 
 pytestmark = pytest.mark.slow
 
@@ -25,14 +25,14 @@ def prompts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(checkpoint, prompts):
-    found = call(WORKER, "generate", checkpoint, prompts, "one_device", *INT4)
+    found = call(WORKER, "generate", checkpoint, prompts, "one_device", *NARROW)
     assert found["float32 greedy"] != found["float32 sampled"] != found["float32 penalized"]
     return found
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_mesh_gives_the_tokens_of_one_device(checkpoint, prompts, expected, name):
-    check(checkpoint, prompts, expected, CONFIGS / f"pangu_tiny_{name}.yaml", *INT4)
+    check(checkpoint, prompts, expected, CONFIGS / f"pangu_tiny_{name}.yaml", *NARROW)
 
 
 def test_experts_that_ranks_share_out_give_the_tokens_of_one_device(checkpoint, prompts, tmp_path):

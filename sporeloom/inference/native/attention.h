@@ -67,23 +67,6 @@ typedef struct {
 MIX(mix, float, load)
 MIX(mix8, int8_t, load8)
 
-/* x (D) as int8 -> y; returns its scale, NaN where an entry is not finite. As sporeloom/nn/cache.py. */
-static float quantize(const float *x, int8_t *y, int64_t d) {
-  float top = 1e-30f;
-  int is_finite = 1;
-  for (int64_t c = 0; c < d; ++c) {
-    is_finite &= fabsf(x[c]) <= FLT_MAX;
-    top = fabsf(x[c]) > top ? fabsf(x[c]) : top;
-  }
-  if (!is_finite) {
-    memset(y, 0, d);
-    return NAN;
-  }
-  const float scale = top / 127.0f;
-  for (int64_t c = 0; c < d; ++c) y[c] = (int8_t)rintf(x[c] / scale);
-  return scale;
-}
-
 /* Heads of queries from .. to of all: those of one head together, whose keys and values may be the same. */
 static void attend_heads(const void *with, int64_t from, int64_t to) {
   const Attention p = *(const Attention *)with;

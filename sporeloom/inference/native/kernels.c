@@ -2,7 +2,8 @@
  * What decoding spends its time on, for one CPU: whole layers for a few tokens; and their parts, for layers that are not made
  * of those known here. MindSpore calls these through its Custom operator; outputs follow the inputs in `p`.
  *
- * threads.h has the threads, products.h products with matrices, attention.h attention over a KV cache; whole layers are here.
+ * threads.h has the threads, products.h and w8a8.h products with matrices, attention.h attention over a KV cache, experts.h
+ * experts; whole layers are here.
  *
  * A row's numbers do not depend on the other rows: each entry is summed in one order, in LANES parts.
  */
@@ -26,6 +27,7 @@
 
 #include "threads.h"
 #include "products.h"
+#include "w8a8.h"
 #include "attention.h"
 
 /* What a layer is made of, as sporeloom/inference/kernels.py writes it; each an int32. */
@@ -34,7 +36,7 @@ enum {
 };
 enum { SEQUENTIAL, PARALLEL, SANDWICH };
 enum { GELU, GELU_TANH, FAST_GELU, SILU };
-enum { IN_FLOAT, IN_INT8, IN_INT4, IN_INT4_ZEROS };
+enum { IN_FLOAT, IN_INT8, IN_W8A8, IN_INT4, IN_INT4_ZEROS };
 
 /* The next inputs of a layer. */
 typedef struct {
@@ -44,18 +46,38 @@ typedef struct {
   int at, failed;
 } Inputs;
 
+/* A matrix (N, K), or those of all experts, in the kind of the plan; groups: of the columns of int4. */
+typedef struct {
+  const void *w;
+  const float *scale, *bias;
+  const uint8_t *zero;
+  int64_t k, n, groups;
+} Matrix;
+
+/* The next inputs as a matrix, behind `outer` dims of them. */
+static Matrix next_matrix(Inputs *in, int outer, int has_bias) {
+  const int kind = in->plan[WEIGHTS];
+  const int64_t *of = in->shapes[in->at] + outer;
+  Matrix w = {.w = in->p[in->at++], .n = of[0], .k = kind >= IN_INT4 ? of[1] * 2 * LANES : of[1]};
+  w.groups = kind >= IN_INT4 ? in->shapes[in->at][1 + outer] : 1;
+  if (kind) w.scale = in->p[in->at++];
+  if (kind == IN_INT4_ZEROS) w.zero = in->p[in->at++];
+  if (has_bias) w.bias = in->p[in->at++];
+  return w;
+}
+
+/* x (M, K) times a matrix -> y (M, N). Not 0: there is no memory. */
+static int times(Matrix w, int kind, const float *x, float *y, int64_t m) {
+  return kind >= IN_INT4   ? product4(x, w.w, w.scale, w.zero, w.bias, y, m, w.k, w.n, w.groups)
+         : kind == IN_W8A8 ? product_w8a8(x, w.w, w.scale, w.bias, y, m, w.k, w.n)
+         : kind == IN_INT8 ? product8(x, w.w, w.scale, w.bias, y, m, w.k, w.n)
+                           : product(x, w.w, w.scale, w.bias, y, m, w.k, w.n);
+}
+
 /* x (M, K) times the next matrix -> y (M, N) */
 static void next_product(Inputs *in, const float *x, float *y, int64_t m, int has_bias) {
-  const int kind = in->plan[WEIGHTS];
-  const int64_t *of = in->shapes[in->at], n = of[0], k = kind >= IN_INT4 ? of[1] * 2 * LANES : of[1];
-  const void *w = in->p[in->at++];
-  const int64_t groups = kind >= IN_INT4 ? in->shapes[in->at][1] : 1;
-  const float *scale = kind ? in->p[in->at++] : NULL;
-  const uint8_t *zero = kind == IN_INT4_ZEROS ? in->p[in->at++] : NULL;
-  const float *bias = has_bias ? in->p[in->at++] : NULL;
-  in->failed |= kind >= IN_INT4   ? product4(x, w, scale, zero, bias, y, m, k, n, groups)
-                : kind == IN_INT8 ? product8(x, w, scale, bias, y, m, k, n)
-                                  : product(x, w, scale, bias, y, m, k, n);
+  const Matrix w = next_matrix(in, 0, has_bias);
+  in->failed |= times(w, in->plan[WEIGHTS], x, y, m);
 }
 
 /* The next norm of each row of x (M, D) -> y */
@@ -185,3 +207,5 @@ int layer(int count, void **p, int *dims, int64_t **shapes, const char **types, 
   free(a);
   return in.failed;
 }
+
+#include "experts.h"

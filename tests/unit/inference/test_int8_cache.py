@@ -16,7 +16,8 @@ from sporeloom.inference.model import CACHE, load_model
 from sporeloom.inference.sampling import BadLogitsError, check_logits
 from sporeloom.models.family import size_config
 from sporeloom.models.parameters import parameter_shapes
-from sporeloom.nn.cache import Int8KVCache, VectorQuantizer
+from sporeloom.nn.cache import Int8KVCache
+from sporeloom.nn.vector_quantizer import VectorQuantizer
 from sporeloom.runtime.engine import Engine
 from sporeloom.strategy.config import SINGLE_DEVICE
 

@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+from native_calls import calling
 
 from sporeloom.inference import kernels
 from sporeloom.inference.kernels import kernel_library
@@ -20,20 +21,6 @@ def call():
     path = kernel_library()
     assert path is not None
     return calling(ctypes.CDLL(str(path)))
-
-
-def calling(library):
-    """Calls a kernel with arrays, the last of them its output."""
-
-    def run(name, *arrays):
-        count = len(arrays)
-        data = (ctypes.c_void_p * count)(*(array.ctypes.data for array in arrays))
-        dims = (ctypes.c_int * count)(*(array.ndim for array in arrays))
-        rows = [(ctypes.c_int64 * array.ndim)(*array.shape) for array in arrays]
-        shapes = (ctypes.POINTER(ctypes.c_int64) * count)(*rows)
-        assert getattr(library, name)(count, data, dims, shapes, None, None, None) == 0
-
-    return run
 
 
 @needs_compiler

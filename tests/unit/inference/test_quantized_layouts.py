@@ -30,7 +30,7 @@ def test_bytes_scales_and_zero_points_follow_their_matrix(family, size):
     model = dataclasses.replace(size_config(family, size), num_layers=2)
     exact = layouts(family, model, strategy, "float32")
     sharded = {name for name, layout in exact.items() if any(layout or ()) and name.endswith(".weight")}
-    for weights in ("int8", "int4-asym-g32"):
+    for weights in ("int8", "w8a8", "int4-asym-g32"):
         found, compared = layouts(family, model, strategy, weights), 0
         for name in sharded:
             path = name.removesuffix(".weight")

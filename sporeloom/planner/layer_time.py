@@ -72,9 +72,14 @@ def layer_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> LayerTime
     if not dims.num_experts:
         return part
     whole = part.plus(experts_forward(dims, job, rates))
-    # Only interleaved stages have another microbatch's products at hand meanwhile.
-    hidden = rates.experts.overlap * (whole.matmul + whole.attention) if job.virtual_stages > 1 else 0.0
-    return dataclasses.replace(whole, expert_parallel=max(0.0, whole.expert_parallel - hidden))
+    return dataclasses.replace(whole, expert_parallel=exposed_rows(whole, job, rates))
+
+
+def exposed_rows(layer: LayerTime, job: Parallelism, rates: Rates) -> float:
+    """Seconds of a layer's all-to-alls that are not hidden: only interleaved stages have another microbatch's products at
+    hand meanwhile."""
+    hidden = rates.experts.overlap * (layer.matmul + layer.attention) if job.virtual_stages > 1 else 0.0
+    return max(0.0, layer.expert_parallel - hidden)
 
 
 def experts_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> LayerTime:

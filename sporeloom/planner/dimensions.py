@@ -239,9 +239,7 @@ class Dimensions(Widths):
         more = self.products
         matrices += more.streams + more.mtp - more.vectors * self.num_layers
         attention, indexer = more.attention(self.seq_len), more.indexer(self.seq_len)
-        return tokens * (
-            trained * matrices + part * (6 * attention * (self.num_layers + self.mtp_layers) + indexer)
-        )
+        return tokens * (trained * matrices + part * (6 * attention * (self.num_layers + self.mtp_layers) + indexer))
 
 
 def of_decoder(config: ModelConfig, seq_len: int | None = None, has_drops: bool = True) -> Dimensions:
@@ -249,7 +247,9 @@ def of_decoder(config: ModelConfig, seq_len: int | None = None, has_drops: bool 
     length. `has_drops`: experts take no more than their capacity and indexers have their loss, as in training on plain
     text."""
     if config.trains_indexer and not has_drops:
-        config = dataclasses.replace(config, indexer=config.indexer and dataclasses.replace(config.indexer, loss_coefficient=0.0))
+        config = dataclasses.replace(
+            config, indexer=config.indexer and dataclasses.replace(config.indexer, loss_coefficient=0.0)
+        )
     return Dimensions(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,

@@ -120,6 +120,9 @@ def experts_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> LayerTi
 def attention_core(dims: Dimensions, job: Parallelism, rates: Rates) -> float:
     """Seconds of selective recomputation."""
     tokens = job.microbatch * dims.seq_len / job.cp
+    if work := dims.products and dims.products.layer:
+        moved = work.keys(dims.seq_len) * work.selective_keys.forward.num_bytes(rates.width) / job.tp
+        return tokens * moved / rates.bytes
     if job.flash_attention:  # its kernel computes scores again anyway; two norms and the activation
         spread = job.tp if job.sequence_parallel else 1
         return rates.width * tokens * (4 * dims.hidden_size / spread + 3 * dims.ffn_size / job.tp) / rates.bytes

@@ -29,15 +29,17 @@ class LayerWork:
 
     matrices: tuple[Matrix, ...]
     by_tokens: Work
-    """What sequence parallelism shards; else every rank of tp does it: norms, residual streams."""
-    whole: Work
-    """What every rank of tp does: latents, the indexer."""
-    whole_keys: Work
+    """What sequence parallelism shards; else every rank of tp does it: norms, residual streams, the indexer."""
+    by_tokens_keys: Work
     """The same with each key."""
+    whole: Work
+    """What every rank of tp does: latents."""
     cut: Work
     """What tp shards: heads."""
     cut_keys: Work
     """The same with each key."""
+    selective_keys: Work
+    """In place of it what selective recomputation keeps, and its passes over memory."""
     score_features: int
     num_sinks: int = 0
     latent_width: int = 0
@@ -60,21 +62,23 @@ class LayerWork:
         """Number of keys of a token."""
         return seq_len + self.num_sinks
 
-    def num_bytes(self, seq_len: int, spread: int, tp: int, phase: str, width: int, cut_keys: bool = True) -> float:
+    def num_bytes(
+        self, seq_len: int, spread: int, tp: int, phase: str, width: int, is_selective: bool = False
+    ) -> float:
         """Bytes of a token on a device: `kept`, or read and written in the `forward` or `backward` pass.
 
         Args:
             spread: ranks over which sequence parallelism shards.
-            cut_keys: with the scores of all heads.
+            is_selective: where attention is recomputed.
         """
 
         def of(work: Work) -> float:
             values: Values = getattr(work, phase)
             return values.num_bytes(width)
 
-        scores = self.keys(seq_len) * of(self.cut_keys) if cut_keys else 0.0
-        whole = of(self.whole) + seq_len * of(self.whole_keys)
-        return of(self.by_tokens) / spread + whole + (of(self.cut) + scores) / tp
+        scores = self.keys(seq_len) * of(self.selective_keys if is_selective else self.cut_keys)
+        by_tokens = of(self.by_tokens) + seq_len * of(self.by_tokens_keys)
+        return by_tokens / spread + of(self.whole) + (of(self.cut) + scores) / tp
 
 
 def work_of_layer(config: ModelConfig, seq_len: int) -> LayerWork | None:
@@ -101,8 +105,8 @@ def work_of_layer(config: ModelConfig, seq_len: int) -> LayerWork | None:
     specs = indexer.parameters(config, of.layers[0])
     return replace(
         found,
-        whole=found.whole + indexer.work_of_tokens(of).times(share),
-        whole_keys=indexer.work_of_scores(of).times(share),
+        by_tokens=found.by_tokens + indexer.work_of_tokens(of).times(share),
+        by_tokens_keys=indexer.work_of_scores(of).times(share),
         cut_keys=found.cut_keys + indexer.further_work_of_attention(of, seq_len, config.num_heads).times(share),
         indexer_share=share,
         indexer_matrices=tuple(Matrix(spec.shape[1], spec.shape[0]) for spec in specs if spec.use == "matrix"),
@@ -117,7 +121,11 @@ def work_of_plain_layer(config: ModelConfig) -> LayerWork | None:
     if latent is None:
         return None
     matrices = [
-        Matrix(spec.shape[1], spec.shape[0], "" if spec.sharding == "whole" else "inner" if spec.init == OUTPUT else "outer")
+        Matrix(
+            spec.shape[1],
+            spec.shape[0],
+            "" if spec.sharding == "whole" else "inner" if spec.init == OUTPUT else "outer",
+        )
         for spec in attention_specs(config)
         if spec.use == "matrix"
     ]
@@ -125,9 +133,10 @@ def work_of_plain_layer(config: ModelConfig) -> LayerWork | None:
         matrices=tuple(matrices),
         by_tokens=norm.work_of_block(config.block, config.hidden_size),
         whole=latent_attention.work_of_latents(latent),
-        whole_keys=NO_WORK,
+        by_tokens_keys=NO_WORK,
         cut=latent_attention.work_of_heads(latent, heads),
         cut_keys=latent_attention.work_of_scores(heads),
+        selective_keys=latent_attention.recomputed_scores(heads),
         score_features=latent.score_features(heads),
         num_sinks=latent.num_sinks,
         latent_width=(latent.query_width or config.hidden_size) + latent.kv_width + latent.rope_dim,

@@ -144,7 +144,9 @@ def expert_activations(dims: Dimensions, job: Parallelism) -> float:
     rows = dims.expert_share * tokens * dims.experts_per_token * job.expert_rows(dims)
     spread = job.tp if job.parts_of_expert < job.tp else 1  # tp ranks that send a part each
     by_parts = dims.products is not None and dims.products.layer is not None
-    between = mlp.work(dims, dims.expert_ffn_size).kept.narrow if by_parts else mlp.kept_features(dims, dims.expert_ffn_size)
+    between = (
+        mlp.work(dims, dims.expert_ffn_size).kept.narrow if by_parts else mlp.kept_features(dims, dims.expert_ffn_size)
+    )
     routed = dims.expert_share * tokens * router_work(dims.hidden_size).kept.num_bytes(width) if by_parts else 0.0
     return rows / spread * width * (2 * dims.hidden_size + between / job.parts_of_expert) + routed
 
@@ -154,9 +156,7 @@ def copied_parameters(dims: Dimensions, job: Parallelism) -> list[int]:
     return [counts.total() - counts[1] for counts in stage_copies(dims, job)]
 
 
-def layer_activations(
-    dims: Dimensions, job: Parallelism, recompute: str | None = None, of_mtp: bool = False
-) -> float:
+def layer_activations(dims: Dimensions, job: Parallelism, recompute: str | None = None, of_mtp: bool = False) -> float:
     """Bytes that one layer keeps of one microbatch. `of_mtp`: one of multi-token prediction.
 
     Source: arXiv:2205.05198 table 2, s b h (10 + 24/t + 5 a s / (h t)), taken apart for other widths: whole on each tensor
@@ -170,7 +170,7 @@ def layer_activations(
     if recompute == "full":
         return tokens * width * dims.stream_width / spread
     if work := dims.products and (dims.products.mtp_layer if of_mtp else dims.products.layer):
-        kept = work.num_bytes(dims.seq_len, spread, job.tp, "kept", width, cut_keys=recompute != "selective")
+        kept = work.num_bytes(dims.seq_len, spread, job.tp, "kept", width, recompute == "selective")
         kept += mlp.work(dims, dims.always_used_ffn).kept.num_bytes(width) / job.tp
         return tokens * (kept) + expert_activations(dims, job)
     masks = 2 * (width if dims.float32_softmax else 1) * h if dims.dropout else 0

@@ -16,8 +16,10 @@ from sporeloom.planner.parallelism import Parallelism
 from sporeloom.planner.rates import Rates, all_reduce, float32_speed
 
 BACKWARD_PASSES = 1.5  # passes over memory of a layer's backward, relative to its forward, where no part declares them
-LOSS = Values(1, 2), Values(1, 2)
-"""Passes over logits, forward and backward."""
+LOSS = Values(2, 4)
+"""Passes over logits, half of them forward."""
+SHARDED_LOSS = Values(2, 8)
+"""The same where they are sharded: collectives lie between the operators."""
 
 
 def layer_passes(
@@ -55,12 +57,13 @@ def _by_parts(
         matmul += (dims.mlp_matrices - 1) * rates.matmul(tokens, ffn / tp, dims.hidden_size)
         matmul += rates.matmul(tokens, dims.hidden_size, ffn / tp)
     # The indexer's inputs get no gradient; its weights do where it is trained.
-    chosen = work.indexer_share * sum(_product(tokens, matrix, 1, rates) for matrix in work.indexer_matrices)
+    share = work.indexer_share
+    chosen = share * sum(_product(tokens / spread, matrix, 1, rates) for matrix in work.indexer_matrices)
     float32_rate = rates.cluster.peak_tflops * 1e12 * rates.cluster.fitted.matmul * float32_speed(rates.cluster)
     in_float32 = tokens / spread * (work.float32_flops / float32_rate + work.float32_bytes / rates.bytes)
     rate = dense_attention(dims, rates)
     scores = 2 * tokens * work.keys(dims.seq_len) * work.score_features / tp / rate
-    index_scores = 2 * tokens * dims.seq_len * work.indexer_share * work.indexer_features / rate
+    index_scores = 2 * tokens / spread * dims.seq_len * share * work.indexer_features / rate
     reduced, reduced_backward = _reductions(dims, job, rates, work)
     forward = LayerTime(
         matmul + chosen + in_float32,
@@ -93,7 +96,7 @@ def _by_parts(
 
 
 def dense_attention(dims: Dimensions, rates: Rates) -> float:
-    """FLOP/s of attention's products in graphs without a kernel for them; runs with experts were fitted with newer kernels."""
+    """FLOP/s of attention without a kernel; runs with experts were fitted with newer kernels."""
     aligned = dims.head_size % rates.cluster.alignment == 0
     return rates.cluster.peak_tflops * 1e12 * rates.cluster.fitted.attention * (1.0 if aligned else 1 / 12)
 
@@ -140,34 +143,39 @@ def head_passes(dims: Dimensions, job: Parallelism, rates: Rates, products: int 
         return forward, backward
     tokens, spread = job.tokens(dims.seq_len), job.tp if job.sequence_parallel else 1
     if more.layer:
-        moved = [tokens * head_columns(dims, job) * of_loss.num_bytes(rates.width) for of_loss in LOSS]
-        forward, backward = (
-            dataclasses.replace(of, memory=num_bytes / rates.bytes)
-            for of, num_bytes in zip((forward, backward), moved, strict=True)
-        )
+        of_loss = (SHARDED_LOSS if job.tp > 1 else LOSS).num_bytes(rates.width)
+        passes = tokens * head_columns(dims, job) * of_loss / 2 / rates.bytes
+        forward, backward = (dataclasses.replace(of, memory=passes) for of in (forward, backward))
     if dims.mtp_layers:
         depth = _depth(dims, job, rates, products, forward, backward)
-        forward, backward = (of.plus(times(one, dims.mtp_layers)) for of, one in zip((forward, backward), depth, strict=True))
-    out = more.streams_out
-    moved_forward, moved_backward = (tokens / spread * of.num_bytes(rates.width) / rates.bytes for of in (out.forward, out.backward))
-    return _and_passes(forward, moved_forward), _and_passes(backward, moved_backward)
+        forward, backward = (
+            of.plus(times(one, dims.mtp_layers)) for of, one in zip((forward, backward), depth, strict=True)
+        )
+    out, width = more.streams_out, rates.width
+    moved_back = tokens / spread * out.backward.num_bytes(width)
+    if products > 2 and dims.mtp_layers:
+        of_embedding, of_head = multi_token_prediction.bytes_of_tables(dims.mtp_layers)
+        moved_back += dims.vocab_size * dims.hidden_size * (of_embedding / spread + of_head / job.tp)
+    forward = _and_passes(forward, tokens / spread * out.forward.num_bytes(width) / rates.bytes)
+    return forward, _and_passes(backward, moved_back / rates.bytes)
 
 
 def _depth(
     dims: Dimensions, job: Parallelism, rates: Rates, products: int, *head: LayerTime
 ) -> tuple[LayerTime, LayerTime]:
-    """Time of a depth of multi-token prediction: projection, layer and head. The tables' gradients are added to others."""
+    """Time of a depth of multi-token prediction: projection, layer and head."""
     tokens, spread, h = job.tokens(dims.seq_len), job.tp if job.sequence_parallel else 1, dims.hidden_size
     projected = LayerTime(rates.matmul(tokens, h, 2 * h), 0.0, 0.0, 0.0, 0.0)
     own = multi_token_prediction.work(h)
-    tables = multi_token_prediction.TABLE_BYTES * dims.vocab_size * h / job.tp if products > 2 else 0.0
     moved = (
         tokens / spread * own.forward.num_bytes(rates.width),
-        tokens / spread * own.backward.num_bytes(rates.width) + tables,
+        tokens / spread * own.backward.num_bytes(rates.width),
     )
     layer = layer_passes(dims.mtp, job, rates, products, of_mtp=True)
     both = zip(layer, head, (projected, _mirrored(projected, products)), moved, strict=True)
-    forward, backward = (_and_passes(one.plus(of_head).plus(more), num / rates.bytes) for one, of_head, more, num in both)
+    forward, backward = (
+        _and_passes(one.plus(of_head).plus(more), num / rates.bytes) for one, of_head, more, num in both
+    )
     return forward, backward
 
 

@@ -97,7 +97,10 @@ def step_time(
     gradients, weights = _data_parallel(dims, job, cluster, compute, overlap, adapters)
     gradients += _tied_words(dims, job, cluster)
     return StepTime(
-        **{name: m * seconds for name, seconds in vars(times(of_layers, layers).plus(times(of_heads, has_head))).items()},
+        **{
+            name: m * seconds
+            for name, seconds in vars(times(of_layers, layers).plus(times(of_heads, has_head))).items()
+        },
         recompute=m * counts[slowest] * again,
         pipeline=_sends(dims, job, cluster),
         bubble=_bubble(dims, job, busy, (of_layer, of_head, again), sums),
@@ -266,7 +269,7 @@ def flops_per_device(dims: Dimensions, job: Parallelism, frozen: bool = False) -
         further = 2 * tokens * (more.streams - more.vectors * dims.num_layers) + tokens * more.chosen(dims.seq_len)
     again = {
         "none": 0.0,
-        "selective": attention,
+        "selective": 0.0 if more and more.layer else attention,  # of latent attention the softmax alone
         "full": attention
         + further
         + 2 * tokens * dims.num_layers * (dims.layer_matrices - unneeded_entries(dims, job))

@@ -128,6 +128,11 @@ def work_of_scores(num_heads: int) -> Work:
     return one.times(num_heads)
 
 
+def recomputed_scores(num_heads: int) -> Work:
+    """The same with selective recomputation: added scores are kept, the softmax is computed again from them."""
+    return Work(kept=Values(1), forward=Values(1, 1, 2)).times(num_heads)
+
+
 def _convolution(latent: LatentConfig, channels: int) -> Work:
     """Work of a causal convolution, which keeps its input as each tap sees it."""
     taps = Values(latent.conv_width * channels)

@@ -17,9 +17,11 @@ def own_parameters(sizes: LayerSizes) -> Specs:
     yield from linear("project", 2 * sizes.hidden_size, sizes.hidden_size, False, MATRIX)
 
 
-TABLE_BYTES = 22
-"""Bytes read and written for each entry of a vocabulary table and depth: a further gradient of the embedding and one of the
-head are made and added to the others."""
+def bytes_of_tables(depths: int) -> tuple[int, int]:
+    """Bytes read and written for each entry of the embedding and of the head. For the embedding a gradient of each use and
+    their sum, which ranks of tp compute for the whole table without sequence parallelism; for the head those of further
+    uses."""
+    return 8 * (depths + 1) + 4, 10 * depths
 
 
 def work(hidden_size: int) -> Work:
@@ -28,6 +30,4 @@ def work(hidden_size: int) -> Work:
     both = norm.work(hidden_size, False).times(2)
     joined = Values(2 * hidden_size)
     of_head = norm.work(hidden_size, True)
-    return both + Work(
-        kept=joined, forward=joined + of_head.forward, backward=joined + of_head.backward
-    )
+    return both + Work(kept=joined, forward=joined + of_head.forward, backward=joined + of_head.backward)

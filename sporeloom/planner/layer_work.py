@@ -40,6 +40,7 @@ class LayerWork:
     """The same with each key."""
     selective_keys: Work
     """In place of it what selective recomputation keeps, and its passes over memory."""
+    num_heads: int
     score_features: int
     num_sinks: int = 0
     latent_width: int = 0
@@ -137,6 +138,7 @@ def work_of_plain_layer(config: ModelConfig) -> LayerWork | None:
         cut=latent_attention.work_of_heads(latent, heads),
         cut_keys=latent_attention.work_of_scores(heads),
         selective_keys=latent_attention.recomputed_scores(heads),
+        num_heads=heads,
         score_features=latent.score_features(heads),
         num_sinks=latent.num_sinks,
         latent_width=(latent.query_width or config.hidden_size) + latent.kv_width + latent.rope_dim,

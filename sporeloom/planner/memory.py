@@ -214,7 +214,7 @@ class KeptActivations:
     embedding: float
     """Bytes of the embedding's dropout, on the first stage."""
     logits: float
-    """Bytes on the last stage."""
+    """Bytes on the last stage; in a pipeline, whose forward passes end with the losses, of every depth."""
     top: float = 0.0
     """Bytes on the last stage behind its layers, without the head."""
 
@@ -227,7 +227,7 @@ class KeptActivations:
             recomputed=layer_activations(dims, job),
             mask=job.mask_bytes * tokens * dims.seq_len,
             embedding=tokens * dropout * dims.hidden_size / job.tp,
-            logits=tokens * head_columns(dims, job) * 4,
+            logits=tokens * head_columns(dims, job) * 4 * (1 + (dims.mtp_layers if job.pp > 1 else 0)),
             top=top_activations(dims, job),
         )
 

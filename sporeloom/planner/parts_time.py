@@ -125,13 +125,17 @@ def _reductions(dims: Dimensions, job: Parallelism, rates: Rates, work: LayerWor
     def of(width: float) -> float:
         return all_reduce(rates.width * tokens * width, tp, rates.tp)
 
-    h, shared = dims.hidden_size, 0.0
+    h, shared, regrouped = dims.hidden_size, 0.0, 0.0
     forward = (1 if dims.block == "parallel" else 2) * of(h)
     backward = of(h) + of(work.latent_width) + (of(h) / 2 if job.sequence_parallel else 0.0)
     if job.cp > 1:
         width = work.gathered_width / tp + work.gathered_key
         shared = rates.width * tokens * width * (job.cp - 1) / rates.tp  # keys and values go round
-    return forward + shared, backward + shared
+        if not job.ulysses:
+            scores = rates.width * tokens * work.keys(dims.seq_len) * work.num_heads / tp
+            regrouped = scores * (job.cp - 1) / job.cp / rates.tp
+    # Scores with the key that heads share are regrouped from heads to tokens, in an all-to-all; backward they are gathered.
+    return forward + shared + regrouped, backward + shared + regrouped * job.cp
 
 
 def head_passes(dims: Dimensions, job: Parallelism, rates: Rates, products: int = 3) -> tuple[LayerTime, LayerTime]:

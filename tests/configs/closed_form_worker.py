@@ -26,7 +26,10 @@ def activation_peak(timeline):
 
 
 def both(flags):
-    """Seconds of a step, and activation bytes of a device of each stage: as simulated, and by closed form."""
+    """Seconds of a step, and activation bytes of a device of each stage: as simulated, and by closed form.
+
+    Graphs of a pipeline hold their inputs until they run again, so the timeline has one microbatch more.
+    """
     run = check(parse_args(DryRunConfig, "", flags, check))
     options = (run.batch_size, run.seq_len), False, run.config.accumulate, run.task
     partitioned = partition_model(run.config.model, run.model, run.strategy, *options)

@@ -40,6 +40,9 @@ def both(flags):
     held = [activation_peak(memory_timeline(partitioned, stage * mesh.stage_size)) for stage in range(mesh.pp)]
     planned = [memory.activations for memory in stage_memory(dims, job)]
     planned[job.last_stage] += 2 * KeptActivations.of(dims, job).logits  # temporary in the formulas
+    if mesh.pp > 1:
+        in_flight = [min(job.num_microbatches, mesh.pp - stage) for stage in range(mesh.pp)]
+        planned = [size * (count + 1) / count for size, count in zip(planned, in_flight, strict=True)]
     return {
         "seconds": (simulated, step_time(dims, job, cluster).total),
         "activations": list(zip(held, planned, strict=True)),

@@ -38,14 +38,14 @@ MESHES = {
     "sp": "mesh: {tp: 4}\nsequence_parallel: true\n",
     "cp": "mesh: {cp: 2}\n",
     "recompute": f"{ONE}recompute: {{layers: all}}\n",
-    "pp": "mesh: {pp: 2}\npipeline: {num_microbatches: 4}\n",
+    "pp": "mesh: {pp: 2}\npipeline: {num_microbatches: 8}\n",
 }
 
 
 def compared(write, given, settings):
     rules = f"rules: {CONFIGS / 'rules/experts.yaml'}\n"
     strategy, model = write("strategy.yaml", settings + rules), write("model.json", json.dumps({**BASE, **given}))
-    batch = ["--batch-size", "4"] if "pp" in settings else ["--batch-size", "2", "--accumulate", "2"]
+    batch = ["--batch-size", "8", *([] if "pp" in settings else ["--accumulate", "8"])]
     named = ["--model", "pangu", "--size", "2_flash", "--config", str(model), "--seq-len", "2048"]
     return call(WORKER, "both", ["--strategy", str(strategy), "--ranks", "all", *named, *batch])
 

@@ -29,13 +29,13 @@ class LayerWork:
 
     matrices: tuple[Matrix, ...]
     by_tokens: Work
-    """What sequence parallelism shards; else every rank of tp does it: norms, residual streams, the indexer."""
+    """Sharded by sequence parallelism, else done by every rank of tp: norms, residual streams, the indexer."""
     by_tokens_keys: Work
     """The same with each key."""
     whole: Work
-    """What every rank of tp does: latents."""
+    """Done by every rank of tp: latents."""
     cut: Work
-    """What tp shards: heads."""
+    """Sharded by tp: heads."""
     cut_keys: Work
     """The same with each key."""
     selective_keys: Work
@@ -55,8 +55,9 @@ class LayerWork:
     indexer_features: int = 0
     indexer_is_trained: bool = False
     float32_flops: float = 0.0
-    """Of residual streams, each with as many for either gradient."""
+    """FLOPs of products of residual streams, with as many for either gradient."""
     float32_bytes: float = 0.0
+    """Bytes that these products read and write."""
     num_streams: int = 1
 
     def keys(self, seq_len: int) -> int:
@@ -87,15 +88,13 @@ def work_of_layer(config: ModelConfig, seq_len: int) -> LayerWork | None:
     plain = work_of_plain_layer(config)
     if plain is None:
         return None
-    found, by_tokens = plain, plain.by_tokens
+    found = plain
     if config.streams:
-        by_tokens += streams.work(config.streams, config.hidden_size, config.num_layers)
-        flops, moved = streams.float32_products(config.streams, config.hidden_size)
-        flops, moved = 2 * flops, moved  # multiplications and additions
+        products, moved = streams.float32_products(config.streams, config.hidden_size)
         found = replace(
             found,
-            by_tokens=by_tokens,
-            float32_flops=flops,
+            by_tokens=plain.by_tokens + streams.work(config.streams, config.hidden_size, config.num_layers),
+            float32_flops=2 * products,
             float32_bytes=moved,
             num_streams=config.streams.num_streams,
         )

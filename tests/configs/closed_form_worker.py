@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The planner's closed form beside the graphs of the same job, for tests."""
+"""The closed form of the planner and the graphs of the same job, for tests."""
 
 from pathlib import Path
 

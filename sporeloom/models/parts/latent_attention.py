@@ -129,7 +129,7 @@ def work_of_scores(num_heads: int) -> Work:
 
 
 def recomputed_scores(num_heads: int) -> Work:
-    """The same with selective recomputation: added scores are kept, the softmax is computed again from them."""
+    """The same with selective recomputation: added scores are kept, and the softmax is recomputed from them."""
     return Work(kept=Values(1), forward=Values(1, 1, 2)).times(num_heads)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that a part's operators keep and pass over for each token, as every part declares it beside its parameters."""
+"""Memory that a part's operators keep and pass over for each token, as every part declares it like its parameters."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def work_of_layer(config: ModelConfig, seq_len: int) -> LayerWork | None:
             num_streams=config.streams.num_streams,
         )
     of = config.indexer
-    if of is None or not of.computes(seq_len):
+    if of is None or not of.layers or not of.computes(seq_len):
         return found
     share = sum(map(config.has_indexer, range(config.num_layers))) / config.num_layers
     specs = indexer.parameters(config, of.layers[0])

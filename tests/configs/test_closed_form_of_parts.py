@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 
 WORKER = "tests/configs/closed_form_worker.py"
 LATENT = {"query_width": 1024, "kv_width": 512, "nope_dim": 128, "rope_dim": 64, "value_dim": 128}
-INDEXER = {"layers": [0, 1], "top_k": 1024, "num_heads": 24, "head_dim": 128}
+INDEXER = {"layers": [0, 1], "top_k": 2048, "num_heads": 24, "head_dim": 128}
 BASE = {
     "compute_dtype": "bfloat16",
     "num_layers": 2,
@@ -46,7 +46,7 @@ def compared(write, given, settings):
     rules = f"rules: {CONFIGS / 'rules/experts.yaml'}\n"
     strategy, model = write("strategy.yaml", settings + rules), write("model.json", json.dumps({**BASE, **given}))
     batch = ["--batch-size", "8", *([] if "pp" in settings else ["--accumulate", "8"])]
-    named = ["--model", "pangu", "--size", "2_flash", "--config", str(model), "--seq-len", "2048"]
+    named = ["--model", "pangu", "--size", "2_flash", "--config", str(model), "--seq-len", "4096"]
     return call(WORKER, "both", ["--strategy", str(strategy), "--ranks", "all", *named, *batch])
 
 

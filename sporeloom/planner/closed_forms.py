@@ -236,7 +236,7 @@ def _stage_traffic(dims: Dimensions, job: Parallelism, stage: int) -> dict[str, 
     if job.pp == 1:
         return {}
     m, first_stage, last_stage = job.num_microbatches, int(stage == 0), int(stage == job.last_stage)
-    x = job.microbatch * dims.seq_len // job.cp * dims.hidden_size * job.activation_bytes
+    x = job.microbatch * dims.seq_len // job.cp * dims.stream_width * job.activation_bytes
     sent, tied = m * x // (job.tp if job.sequence_parallel else 1), 4 * tied_words(dims, job, stage)
     sent += 4 * m * bool(dims.num_experts)  # what the routers up to there add to the loss
     forth = job.neighbours(stage)

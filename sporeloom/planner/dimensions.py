@@ -81,12 +81,11 @@ class Dimensions(Widths):
     cache_width: Natural = 0
     """Entries of the KV cache for a token and layer, where they differ from its keys and values (MLA)."""
     further_entries: Natural = 0
-    """Entries of all layers' residual streams and sparse attention, whole on every tensor parallel rank; their
-    activations are not counted."""
+    """Entries of all layers' residual streams and sparse attention, whole on every tensor parallel rank."""
     mtp_entries: Amount = 0
     """Entries of all layers of multi-token prediction."""
     mtp_layers: Natural = 0
-    """Number of these layers, which are in the last stage; their time and activations are not counted."""
+    """Number of these layers, which are in the last stage."""
     products: Products | None = None
     """Products besides those of a layer of query, key, value, output, MLP and experts."""
     dropout: bool = True
@@ -213,14 +212,15 @@ class Dimensions(Widths):
         layers = self.expert_layers + (self.mtp_layers if self.expert_layers else 0)
         return self.num_parameters - layers * unused * self.expert_parameters
 
+    @functools.cached_property
+    def mtp(self) -> Dimensions:
+        """The model as if all layers were as those of multi-token prediction."""
+        return self.kinds[1] if self.expert_layers else self
+
     @property
-    def timed(self) -> Dimensions:
-        """The part of the model that estimated times are of: without multi-token prediction, sparse attention's indexer and
-        residual streams."""
-        if self.products is None:
-            return self
-        without = dataclasses.replace(self.products, streams=0, mtp=0, indexer_entries=0, indexer_features=0)
-        return dataclasses.replace(self, mtp_layers=0, products=without)
+    def stream_width(self) -> int:
+        """Features of a token between layers."""
+        return self.hidden_size * (self.products.num_streams if self.products else 1)
 
     def model_flops(self, tokens: float, causal: bool = False, frozen: bool = False) -> float:
         """FLOPs of forward and backward of `tokens`, without recomputation; `causal` counts half of the attention, `frozen`
@@ -239,14 +239,17 @@ class Dimensions(Widths):
         more = self.products
         matrices += more.streams + more.mtp - more.vectors * self.num_layers
         attention, indexer = more.attention(self.seq_len), more.indexer(self.seq_len)
-        return tokens * (
-            trained * matrices + part * (6 * attention * (self.num_layers + self.mtp_layers) + 2 * indexer)
-        )
+        return tokens * (trained * matrices + part * (6 * attention * (self.num_layers + self.mtp_layers) + indexer))
 
 
 def of_decoder(config: ModelConfig, seq_len: int | None = None, has_drops: bool = True) -> Dimensions:
     """Dimensions of a family's model, trained on sequences of `seq_len`; without it, of its maximum context
-    length. `has_drops`: experts take no more than their capacity, as in training on plain text."""
+    length. `has_drops`: experts take no more than their capacity and indexers have their loss, as in training on plain
+    text."""
+    if config.trains_indexer and not has_drops:
+        config = dataclasses.replace(
+            config, indexer=config.indexer and dataclasses.replace(config.indexer, loss_coefficient=0.0)
+        )
     return Dimensions(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,

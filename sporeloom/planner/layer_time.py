@@ -72,9 +72,14 @@ def layer_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> LayerTime
     if not dims.num_experts:
         return part
     whole = part.plus(experts_forward(dims, job, rates))
-    # Only interleaved stages have another microbatch's products at hand meanwhile.
-    hidden = rates.experts.overlap * (whole.matmul + whole.attention) if job.virtual_stages > 1 else 0.0
-    return dataclasses.replace(whole, expert_parallel=max(0.0, whole.expert_parallel - hidden))
+    return dataclasses.replace(whole, expert_parallel=exposed_rows(whole, job, rates))
+
+
+def exposed_rows(layer: LayerTime, job: Parallelism, rates: Rates) -> float:
+    """Seconds of a layer's all-to-alls that are not hidden: only interleaved stages have another microbatch's products at
+    hand meanwhile."""
+    hidden = rates.experts.overlap * (layer.matmul + layer.attention) if job.virtual_stages > 1 else 0.0
+    return max(0.0, layer.expert_parallel - hidden)
 
 
 def experts_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> LayerTime:
@@ -115,6 +120,9 @@ def experts_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> LayerTi
 def attention_core(dims: Dimensions, job: Parallelism, rates: Rates) -> float:
     """Seconds of selective recomputation."""
     tokens = job.microbatch * dims.seq_len / job.cp
+    if work := dims.products and dims.products.layer:
+        moved = work.keys(dims.seq_len) * work.selective_keys.forward.num_bytes(rates.width) / job.tp
+        return tokens * moved / rates.bytes
     if job.flash_attention:  # its kernel computes scores again anyway; two norms and the activation
         spread = job.tp if job.sequence_parallel else 1
         return rates.width * tokens * (4 * dims.hidden_size / spread + 3 * dims.ffn_size / job.tp) / rates.bytes

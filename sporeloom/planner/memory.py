@@ -10,7 +10,8 @@ import operator
 from collections import Counter
 from dataclasses import dataclass
 
-from sporeloom.models.parts import attention, mlp, norm
+from sporeloom.models.parts import attention, mlp, multi_token_prediction, norm
+from sporeloom.models.parts.experts import router_work
 from sporeloom.planner.dimensions import Dimensions
 from sporeloom.planner.parallelism import Parallelism, PartLayers
 from sporeloom.strategy.schedule import held_parts
@@ -142,8 +143,12 @@ def expert_activations(dims: Dimensions, job: Parallelism) -> float:
     tokens, width = job.tokens(dims.seq_len), job.activation_bytes
     rows = dims.expert_share * tokens * dims.experts_per_token * job.expert_rows(dims)
     spread = job.tp if job.parts_of_expert < job.tp else 1  # tp ranks that send a part each
-    wide = mlp.kept_features(dims, dims.expert_ffn_size) / job.parts_of_expert
-    return rows / spread * width * (2 * dims.hidden_size + wide)
+    by_parts = dims.products is not None and dims.products.layer is not None
+    between = (
+        mlp.work(dims, dims.expert_ffn_size).kept.narrow if by_parts else mlp.kept_features(dims, dims.expert_ffn_size)
+    )
+    routed = dims.expert_share * tokens * router_work(dims.hidden_size).kept.num_bytes(width) if by_parts else 0.0
+    return rows / spread * width * (2 * dims.hidden_size + between / job.parts_of_expert) + routed
 
 
 def copied_parameters(dims: Dimensions, job: Parallelism) -> list[int]:
@@ -151,8 +156,8 @@ def copied_parameters(dims: Dimensions, job: Parallelism) -> list[int]:
     return [counts.total() - counts[1] for counts in stage_copies(dims, job)]
 
 
-def layer_activations(dims: Dimensions, job: Parallelism, recompute: str | None = None) -> float:
-    """Bytes that one layer keeps of one microbatch.
+def layer_activations(dims: Dimensions, job: Parallelism, recompute: str | None = None, of_mtp: bool = False) -> float:
+    """Bytes that one layer keeps of one microbatch. `of_mtp`: one of multi-token prediction.
 
     Source: arXiv:2205.05198 table 2, s b h (10 + 24/t + 5 a s / (h t)), taken apart for other widths: whole on each tensor
     parallel rank are the inputs of the norms and of the products after them (8 h) and two dropout masks (2 h); cut are
@@ -163,7 +168,11 @@ def layer_activations(dims: Dimensions, job: Parallelism, recompute: str | None 
     tokens, width = job.tokens(dims.seq_len), job.activation_bytes
     h, spread = dims.hidden_size, job.tp if job.sequence_parallel else 1
     if recompute == "full":
-        return tokens * width * h / spread
+        return tokens * width * dims.stream_width / spread
+    if work := dims.products and (dims.products.mtp_layer if of_mtp else dims.products.layer):
+        kept = work.num_bytes(dims.seq_len, spread, job.tp, "kept", width, recompute == "selective")
+        kept += mlp.work(dims, dims.always_used_ffn).kept.num_bytes(width) / job.tp
+        return tokens * (kept) + expert_activations(dims, job)
     masks = 2 * (width if dims.float32_softmax else 1) * h if dims.dropout else 0
     whole = dims.num_norms * width * norm.kept_features(dims) + masks
     cut = width * (attention.kept_features(dims) + mlp.kept_features(dims, dims.always_used_ffn))
@@ -181,6 +190,17 @@ def layer_activations(dims: Dimensions, job: Parallelism, recompute: str | None 
     return tokens * (whole / spread + (cut + scores) / job.tp) + expert_activations(dims, job)
 
 
+def top_activations(dims: Dimensions, job: Parallelism) -> float:
+    """Bytes that the last stage keeps of one microbatch behind its layers: residual streams as they become one, and
+    multi-token prediction."""
+    if dims.products is None:
+        return 0.0
+    tokens, width, spread = job.tokens(dims.seq_len), job.activation_bytes, job.tp if job.sequence_parallel else 1
+    out, own = dims.products.streams_out.kept, multi_token_prediction.work(dims.hidden_size).kept
+    depth = layer_activations(dims.mtp, job, "none", of_mtp=True) + tokens * own.num_bytes(width) / spread
+    return tokens * out.num_bytes(width) / spread + dims.mtp_layers * depth
+
+
 @dataclass(frozen=True)
 class KeptActivations:
     """Bytes that a device keeps of one microbatch from its forward to its backward pass."""
@@ -194,7 +214,9 @@ class KeptActivations:
     embedding: float
     """Bytes of the embedding's dropout, on the first stage."""
     logits: float
-    """Bytes on the last stage."""
+    """Bytes on the last stage; in a pipeline, whose forward passes end with the losses, of every depth."""
+    top: float = 0.0
+    """Bytes on the last stage behind its layers, without the head."""
 
     @classmethod
     def of(cls, dims: Dimensions, job: Parallelism) -> KeptActivations:
@@ -205,7 +227,8 @@ class KeptActivations:
             recomputed=layer_activations(dims, job),
             mask=job.mask_bytes * tokens * dims.seq_len,
             embedding=tokens * dropout * dims.hidden_size / job.tp,
-            logits=tokens * head_columns(dims, job) * 4,
+            logits=tokens * head_columns(dims, job) * 4 * (1 + (dims.mtp_layers if job.pp > 1 else 0)),
+            top=top_activations(dims, job),
         )
 
 
@@ -219,6 +242,7 @@ def held_activations(job: Parallelism, kept: KeptActivations, stage: int, parts:
         part.recomputed * (kept.recomputed - kept.full) + (part.layers - part.offloaded) * kept.full for part in parts
     ]
     sizes[0] += kept.mask + (kept.embedding if stage == 0 else 0.0)
+    sizes[-1] += kept.top if stage == job.last_stage else 0.0
     moments = _moments(job, stage)
     totals = [sum(map(operator.mul, moment, sizes)) for moment in moments]
     if stage == job.last_stage:
@@ -249,7 +273,7 @@ def stage_memory(dims: Dimensions, job: Parallelism) -> list[StageMemory]:
         activations = held_activations(job, kept, stage, parts)
         working = max(kept.full - kept.recomputed if again[stage] else 0.0, kept.full if away[stage] else 0.0)
         if stage == job.last_stage:  # input of the last norm and the head; logits in float32, and their gradient
-            activations += tokens * 2 * width * dims.hidden_size / spread
+            activations += tokens * _kept_by_last_norm(dims, width) / spread
             working = max(working, 2 * kept.logits)
         weights = job.weight_bytes * cut_parameters(count, experts, job.shards, shards, job.zero >= 3)
         if job.zero == 3:
@@ -274,6 +298,13 @@ def stage_memory(dims: Dimensions, job: Parallelism) -> list[StageMemory]:
             )
         )
     return result
+
+
+def _kept_by_last_norm(dims: Dimensions, width: int) -> float:
+    """Bytes of a token that the last norm and the head keep."""
+    if dims.products and dims.products.layer:
+        return norm.work(dims.hidden_size, True).kept.num_bytes(width)
+    return 2 * width * dims.hidden_size
 
 
 def _gathered_weights(dims: Dimensions, job: Parallelism, stage: int) -> float:

@@ -10,6 +10,8 @@ from sporeloom.models.parameters import attention_specs, mtp_specs
 from sporeloom.models.parts import attention, indexer, streams
 from sporeloom.models.parts.experts import STACKED
 from sporeloom.models.parts.spec import num_entries
+from sporeloom.models.parts.work import NO_WORK, Work
+from sporeloom.planner.layer_work import LayerWork, work_of_layer, work_of_plain_layer
 
 
 @dataclass(frozen=True)
@@ -27,18 +29,36 @@ class Products:
     streams: int = 0
     """Gates and mixing of residual streams."""
     indexer_entries: int = 0
-    """Matrices of sparse attention, which are not trained."""
+    """Matrices of sparse attention."""
     indexer_features: int = 0
     """Features of its scores, of all heads."""
+    indexer_is_trained: bool = False
     mtp: int = 0
     """Matrices of multi-token prediction: of its layers, and the head once for each."""
+    layer: LayerWork | None = None
+    """Work of a layer with latent attention."""
+    mtp_layer: LayerWork | None = None
+    """Work of a layer of multi-token prediction with latent attention."""
+    streams_out: Work = NO_WORK
+    """Work behind the last layer, where residual streams become one."""
+
+    @property
+    def num_streams(self) -> int:
+        """Number of residual streams between layers."""
+        return self.layer.num_streams if self.layer else 1
 
     def attention(self, seq_len: int) -> float:
         """Scores and context of a layer, and what its sinks need of a sequence."""
         return self.features * (seq_len + self.sinks) + self.sink_entries * self.sinks / seq_len
 
+    def chosen(self, seq_len: int) -> float:
+        """FLOPs of the indexers' forward pass."""
+        return 2.0 * (self.indexer_entries + self.indexer_features * seq_len)
+
     def indexer(self, seq_len: int) -> float:
-        return self.indexer_entries + self.indexer_features * seq_len
+        """FLOPs of the indexers: forward, and where they have a loss for the gradients of weights and scores."""
+        further = 2.0 * (self.indexer_entries + 2 * self.indexer_features * seq_len) if self.indexer_is_trained else 0.0
+        return self.chosen(seq_len) + further
 
 
 def products_of(config: ModelConfig, seq_len: int) -> Products | None:
@@ -56,7 +76,11 @@ def products_of(config: ModelConfig, seq_len: int) -> Products | None:
         streams=_streams(config),
         indexer_entries=entries,
         indexer_features=features,
+        indexer_is_trained=config.trains_indexer,
         mtp=mtp,
+        layer=work_of_layer(config, seq_len),
+        mtp_layer=work_of_plain_layer(config),
+        streams_out=streams.work_of_output(config.streams, config.hidden_size) if config.streams else NO_WORK,
     )
 
 
@@ -70,8 +94,8 @@ def _streams(config: ModelConfig) -> int:
 
 
 def _indexer(config: ModelConfig, seq_len: int) -> tuple[int, int]:
-    """Entries and features; nothing is computed where every token is chosen."""
-    if config.indexer is None or seq_len <= config.indexer.top_k:
+    """Entries and features."""
+    if config.indexer is None or not config.indexer.computes(seq_len):
         return 0, 0
     layers = range(config.num_layers)
     entries = num_entries((spec for layer in layers for spec in indexer.parameters(config, layer)), "matrix")

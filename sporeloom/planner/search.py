@@ -62,13 +62,13 @@ class Option:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization: fraction of peak by the model's own FLOPs, as far as the time is of them."""
-        return flops_per_device(self.dims.timed, self.job, self.is_frozen)[0] / self.seconds / self.peak_flops
+        """Model FLOPs utilization: fraction of peak by the model's own FLOPs."""
+        return flops_per_device(self.dims, self.job, self.is_frozen)[0] / self.seconds / self.peak_flops
 
     @property
     def hfu(self) -> float:
         """Hardware FLOPs utilization: the same with recomputed FLOPs."""
-        return flops_per_device(self.dims.timed, self.job, self.is_frozen)[1] / self.seconds / self.peak_flops
+        return flops_per_device(self.dims, self.job, self.is_frozen)[1] / self.seconds / self.peak_flops
 
 
 def evaluate(dims: Dimensions, job: Parallelism, cluster: Cluster, task: TrainedTask = PLAIN_TEXT) -> Option:

@@ -9,14 +9,7 @@ from typing import NamedTuple
 
 from sporeloom.planner.cluster import Cluster, Overlap
 from sporeloom.planner.dimensions import Dimensions
-from sporeloom.planner.layer_time import (
-    LayerTime,
-    attention_core,
-    head_forward,
-    layer_forward,
-    unneeded_entries,
-    unneeded_result,
-)
+from sporeloom.planner.layer_time import attention_core, unneeded_entries, unneeded_result
 from sporeloom.planner.members import pairs
 from sporeloom.planner.memory import (
     cut_parameters,
@@ -28,13 +21,14 @@ from sporeloom.planner.memory import (
     stage_parameters,
 )
 from sporeloom.planner.parallelism import Parallelism
+from sporeloom.planner.parts_time import head_passes, layer_passes, times
 from sporeloom.planner.rates import Rates, all_reduce, group_bandwidth, slowest_ring
 from sporeloom.strategy.listed_schedule import Pass
-from sporeloom.strategy.schedule import idle_microbatches, splits_backward, times
+from sporeloom.strategy.schedule import idle_microbatches, splits_backward
+from sporeloom.strategy.schedule import times as schedule_times
 
 GRADIENT_BYTES = 4  # on the wire: replicas' gradients are added up in float32
 OWN_OVERLAP = 0.25  # of the passes, hides what our graphs scatter in them (ZeRO-2), or gather (ZeRO-3); as simulated
-BACKWARD_PASSES = 1.5  # passes over memory of a layer's backward, relative to its forward
 
 
 @dataclass(frozen=True)
@@ -82,41 +76,31 @@ def step_time(
     """
     overlap, cluster = overlap or Overlap.fitted(), cluster.with_running(job.devices)
     rates, m = Rates(dims, job, cluster), job.num_microbatches
-    layer, head = layer_forward(dims, job, rates), head_forward(dims, job, rates)
-    attention_backward = 2.5 if job.flash_attention else 2.0  # the kernel computes its scores again
     products = 2 if adapters else 3
-    forward_backward = LayerTime(
-        products * layer.matmul,
-        (1 + attention_backward) * layer.attention,
-        (1 + BACKWARD_PASSES) * layer.memory,
-        3 * layer.overhead,
-        2 * layer.tensor_parallel,
-        2 * layer.expert_parallel,
-    )
+    layer, layer_backward = layer_passes(dims, job, rates, products)
+    head, head_backward = head_passes(dims, job, rates, products)
+    of_layers, of_heads = layer.plus(layer_backward), head.plus(head_backward)
     full = layer.total - unneeded_result(dims, job, rates)
     again = {"none": 0.0, "selective": attention_core(dims, job, rates), "full": full}[job.recompute]
     stages = job.stages(dims.num_layers)
     counts = job.recomputed(dims.num_layers)
-    head_total = products * head.matmul + (1 + BACKWARD_PASSES) * head.memory + 3 * head.overhead
     sums, casts = _accumulation(dims, job, rates, adapters)
     busy = [
-        layers * forward_backward.total + counts[i] * again + (head_total if i == job.last_stage else 0.0) + sums[i]
+        layers * of_layers.total + counts[i] * again + (of_heads.total if i == job.last_stage else 0.0) + sums[i]
         for i, layers in enumerate(stages)
     ]
     slowest = max(range(job.pp), key=busy.__getitem__)
     layers, has_head = stages[slowest], slowest == job.last_stage
     compute = m * busy[slowest]
-    of_layer = PassTimes(layer.total, forward_backward.total - layer.total, (products - 2) * layer.matmul)
-    of_head = PassTimes(head.total, head_total - head.total, (products - 2) * head.matmul)
+    of_layer = PassTimes(layer.total, layer_backward.total, (products - 2) * layer.matmul)
+    of_head = PassTimes(head.total, head_backward.total, (products - 2) * head.matmul)
     gradients, weights = _data_parallel(dims, job, cluster, compute, overlap, adapters)
     gradients += _tied_words(dims, job, cluster)
     return StepTime(
-        matmul=m * (layers * forward_backward.matmul + (products * head.matmul if has_head else 0.0)),
-        attention=m * layers * forward_backward.attention,
-        memory=m * (layers * forward_backward.memory + ((1 + BACKWARD_PASSES) * head.memory if has_head else 0.0)),
-        overhead=m * (layers * forward_backward.overhead + (3 * head.overhead if has_head else 0.0)),
-        tensor_parallel=m * layers * forward_backward.tensor_parallel,
-        expert_parallel=m * layers * forward_backward.expert_parallel,
+        **{
+            name: m * seconds
+            for name, seconds in vars(times(of_layers, layers).plus(times(of_heads, has_head))).items()
+        },
         recompute=m * counts[slowest] * again,
         pipeline=_sends(dims, job, cluster),
         bubble=_bubble(dims, job, busy, (of_layer, of_head, again), sums),
@@ -163,7 +147,7 @@ def _bubble(
         repeated += sums[stage] / job.virtual_stages if one.kind == "weights" else 0.0
         return of.layers * getattr(layer, one.kind) + repeated + (getattr(head, one.kind) if has_head else 0.0)
 
-    ends = [drawn[-1][2] for drawn in times(*order, seconds)]
+    ends = [drawn[-1][2] for drawn in schedule_times(*order, seconds)]
     return max(ends) - job.num_microbatches * max(busy)
 
 
@@ -171,7 +155,7 @@ def _sends(dims: Dimensions, job: Parallelism, cluster: Cluster) -> float:
     """Seconds of sending activations forward and gradients back, for each microbatch and virtual stage."""
     if job.pp == 1:
         return 0.0
-    num_bytes = job.activation_bytes * job.microbatch * dims.seq_len / job.cp * dims.hidden_size
+    num_bytes = job.activation_bytes * job.microbatch * dims.seq_len / job.cp * dims.stream_width
     num_bytes /= job.tp if job.sequence_parallel or job.scatter_gather or job.virtual_stages > 1 else 1
     apart = job.tp * job.replicas
     # All wait for the slowest pair. But where a server has several stages, published runs were fitted with those inside it:
@@ -282,10 +266,10 @@ def flops_per_device(dims: Dimensions, job: Parallelism, frozen: bool = False) -
     attention, further = 4.0 * dims.seq_len * dims.query_size * dims.num_layers * tokens, 0.0
     if more := dims.products:
         attention = 2 * tokens * dims.num_layers * more.attention(dims.seq_len)
-        further = 2 * tokens * (more.streams + more.indexer(dims.seq_len) - more.vectors * dims.num_layers)
+        further = 2 * tokens * (more.streams - more.vectors * dims.num_layers) + tokens * more.chosen(dims.seq_len)
     again = {
         "none": 0.0,
-        "selective": attention,
+        "selective": 0.0 if more and more.layer else attention,  # of latent attention the softmax alone
         "full": attention
         + further
         + 2 * tokens * dims.num_layers * (dims.layer_matrices - unneeded_entries(dims, job))

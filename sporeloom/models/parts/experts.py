@@ -12,6 +12,7 @@ from sporeloom.core.errors import ConfigError
 from sporeloom.core.numbers import Count, Natural, NotNegative, Positive, choice_problems, number_problems
 from sporeloom.models.parts import mlp
 from sporeloom.models.parts.spec import MATRIX, ONES, ZEROS, ParameterSpec, Specs
+from sporeloom.models.parts.work import Values, Work
 
 if TYPE_CHECKING:
     from sporeloom.models.config import ModelConfig
@@ -170,3 +171,8 @@ def parameters(config: ModelConfig) -> Specs:
         yield spec._replace(shape=(count, *((1, *spec.shape) if len(spec.shape) == 1 else spec.shape)))
     if experts.shared_ffn_hidden_size:
         yield from mlp.parameters("mlp.shared", config, experts.shared_ffn_hidden_size)
+
+
+def router_work(hidden_size: int) -> Work:
+    """Work of the router, which computes in float32."""
+    return Work(kept=Values(0, 0, 4 * hidden_size))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.numbers import Count, Natural, NotNegative, Positive, number_problems
 from sporeloom.models.parts.spec import ONES, QKV, ParameterSpec, Specs, linear
+from sporeloom.models.parts.work import NO_WORK, Values, Work
 
 if TYPE_CHECKING:
     from sporeloom.models.config import ModelConfig
@@ -41,6 +42,15 @@ class IndexerConfig:
             raise ConfigError(problems)
 
     @property
+    def is_trained(self) -> bool:
+        """Whether it has a loss in training."""
+        return self.loss_coefficient > 0
+
+    def computes(self, seq_len: int) -> bool:
+        """Whether scores are computed: without a loss there is nothing to choose among as many tokens as are chosen."""
+        return self.is_trained or seq_len > self.top_k
+
+    @property
     def score_features(self) -> int:
         """Multiplications of a token with each key."""
         return self.num_heads * self.head_dim
@@ -65,3 +75,27 @@ def problems(config: ModelConfig, indexer: IndexerConfig) -> Iterator[str]:
         yield "indexer needs latent.query_width"
     if latent and indexer.head_dim < latent.rope_dim:
         yield f"indexer.head_dim {indexer.head_dim} is less than latent.rope_dim {latent.rope_dim}"
+
+
+def work_of_tokens(indexer: IndexerConfig) -> Work:
+    """Work for each token: queries are rotated and transposed. Every rank of tp does all of the indexer's work."""
+    size = indexer.score_features
+    if not indexer.is_trained:
+        return Work(forward=Values(5 * size))
+    return Work(kept=Values(size), forward=Values(5 * size), backward=Values(7 * size))
+
+
+def work_of_scores(indexer: IndexerConfig) -> Work:
+    """Work of a token with each key. Scores of all heads pass a ReLU, are weighed and added up, the highest chosen; the loss
+    compares them with the attention's distribution."""
+    of_heads = Work(forward=Values(2))
+    own = Work(forward=Values(0, 6))
+    if indexer.is_trained:
+        of_heads = Work(kept=Values(1, 1), forward=Values(3, 1), backward=Values(4, 1))
+        own = Work(kept=Values(0, 2), forward=Values(0, 6), backward=Values(0, 5))
+    return of_heads.times(indexer.num_heads) + own
+
+
+def further_work_of_attention(indexer: IndexerConfig, seq_len: int, num_heads: int) -> Work:
+    """Further work of the layer's attention with each key, sharded over tp: its scores wait in memory for the choice."""
+    return Work(forward=Values(0, 2)).times(num_heads) if seq_len > indexer.top_k else NO_WORK

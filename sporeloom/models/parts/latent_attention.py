@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.numbers import Count, Natural, Positive, number_problems
+from sporeloom.models.parts import norm
 from sporeloom.models.parts.spec import MATRIX, ONES, OUTPUT, QKV, ParameterSpec, Specs, linear
+from sporeloom.models.parts.work import Values, Work
 
 if TYPE_CHECKING:
     from sporeloom.models.config import ModelConfig
@@ -96,3 +98,42 @@ def parameters(config: ModelConfig, latent: LatentConfig) -> Specs:
         widths = {"query": latent.query_width, "kv": latent.kv_width, "output": heads * latent.value_dim}
         for name, size in widths.items():
             yield ParameterSpec(f"attention.{name}_conv.weight", (size, 1, latent.conv_width), MATRIX, "channels")
+
+
+def work_of_latents(latent: LatentConfig) -> Work:
+    """Work that every rank of tp does: norms and convolutions of both latents; the key that heads share is kept."""
+    total = Work(kept=Values(latent.rope_dim))
+    for width in (latent.query_width or 0, latent.kv_width):
+        total += norm.work(width, True) + _convolution(latent, width)
+    return total
+
+
+def work_of_heads(latent: LatentConfig, num_heads: int) -> Work:
+    """Work that is sharded over tp. Kept are queries, keys, values and the context; they are transposed and rotated, and
+    products of scores and context read them."""
+    features = num_heads * (2 * latent.nope_dim + latent.rope_dim + 2 * latent.value_dim)
+    rotated = num_heads * latent.rope_dim
+    own = Work(
+        kept=Values(features),
+        forward=Values(3 * features + 2 * rotated),
+        backward=Values(4 * features + 8 * rotated),
+    )
+    return own + _convolution(latent, num_heads * latent.value_dim)
+
+
+def work_of_scores(num_heads: int) -> Work:
+    """Work of a token with each key, sharded over tp. Both products write scores; they are added, and the softmax writes
+    probabilities, in float32 and in the type of the product with the values."""
+    one = Work(kept=Values(0, 1, 2), forward=Values(5, 1, 2), backward=Values(8, 1))
+    return one.times(num_heads)
+
+
+def recomputed_scores(num_heads: int) -> Work:
+    """The same with selective recomputation: added scores are kept, and the softmax is recomputed from them."""
+    return Work(kept=Values(1), forward=Values(1, 1, 2)).times(num_heads)
+
+
+def _convolution(latent: LatentConfig, channels: int) -> Work:
+    """Work of a causal convolution, which keeps its input as each tap sees it."""
+    taps = Values(latent.conv_width * channels)
+    return Work(kept=taps, forward=taps, backward=taps.times(2))

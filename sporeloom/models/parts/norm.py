@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from sporeloom.models.parts.spec import ONES, ZEROS, InitialValue, LayerSizes, ParameterSpec, Specs
+from sporeloom.models.parts.work import NO_WORK, Values, Work
 
 OF_BLOCK = {
     "sequential": ("attention_norm", "mlp_norm"),
@@ -29,3 +30,24 @@ def parameters(name: str, sizes: LayerSizes) -> Specs:
 def kept_features(sizes: LayerSizes) -> int:
     """Number of values that a norm and the product after it keep of a token for the backward pass: their inputs."""
     return 2 * sizes.hidden_size
+
+
+def work(width: int, feeds_products: bool) -> Work:
+    """Work of an RMSNorm of operators in float32, the addition to the residual stream included. It keeps its input and the
+    normalized one, and its result for the products that read it."""
+    return Work(
+        kept=Values(width * feeds_products, 2 * width),
+        forward=Values(2 * width, 2 * width, 4 * width),
+        backward=Values((3 if feeds_products else 2) * width, 3 * width),
+    )
+
+
+def work_of_block(block: str, hidden_size: int) -> Work:
+    """Work of a layer's norms."""
+    feed, behind = work(hidden_size, True), work(hidden_size, False)
+    total = NO_WORK
+    for name in OF_BLOCK[block]:
+        total += behind if name in GAINS else feed
+    if block == "sandwich":  # whose second norms are fused with the additions
+        return total
+    return total + Work(forward=Values(2 * hidden_size), backward=Values(hidden_size)).times(2)

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seconds of a layer with latent attention, of multi-token prediction and of the head behind them, for one microbatch on one
+device, from the work that their parts declare (`sporeloom.planner.layer_work`)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from sporeloom.models.parts import mlp, multi_token_prediction
+from sporeloom.models.parts.work import Values, Work
+from sporeloom.planner.dimensions import Dimensions
+from sporeloom.planner.layer_time import LayerTime, experts_forward, exposed_rows, head_forward, layer_forward
+from sporeloom.planner.layer_work import LayerWork, Matrix
+from sporeloom.planner.memory import head_columns
+from sporeloom.planner.parallelism import Parallelism
+from sporeloom.planner.rates import Rates, all_reduce, float32_speed
+
+BACKWARD_PASSES = 1.5  # passes over memory of a layer's backward, relative to its forward, where no part declares them
+LOSS = Values(2, 4)
+"""Passes over logits, half of them forward."""
+SHARDED_LOSS = Values(2, 8)
+"""The same where they are sharded: collectives lie between the operators."""
+
+
+def layer_passes(
+    dims: Dimensions, job: Parallelism, rates: Rates, products: int = 3, of_mtp: bool = False
+) -> tuple[LayerTime, LayerTime]:
+    """Time of the forward and of the backward pass of one layer.
+
+    Args:
+        products: number of products of each matrix in both passes together: 2 where its weights are frozen.
+        of_mtp: of a layer of multi-token prediction.
+    """
+    more = dims.products
+    work = more and (more.mtp_layer if of_mtp else more.layer)
+    if work:
+        return _by_parts(dims, job, rates, products, work)
+    forward = layer_forward(dims, job, rates)
+    attention = 2.5 if job.flash_attention else 2.0  # the kernel computes its scores again
+    return forward, LayerTime(
+        (products - 1) * forward.matmul,
+        attention * forward.attention,
+        BACKWARD_PASSES * forward.memory,
+        2 * forward.overhead,
+        forward.tensor_parallel,
+        forward.expert_parallel,
+    )
+
+
+def _by_parts(
+    dims: Dimensions, job: Parallelism, rates: Rates, products: int, work: LayerWork
+) -> tuple[LayerTime, LayerTime]:
+    tokens, tp, ffn = job.tokens(dims.seq_len), job.tp, dims.always_used_ffn
+    spread = tp if job.sequence_parallel else 1
+    matmul = sum(_product(tokens, matrix, tp, rates) for matrix in work.matrices)
+    if ffn:
+        matmul += (dims.mlp_matrices - 1) * rates.matmul(tokens, ffn / tp, dims.hidden_size)
+        matmul += rates.matmul(tokens, dims.hidden_size, ffn / tp)
+    # The indexer's inputs get no gradient; its weights do where it is trained.
+    share = work.indexer_share
+    chosen = share * sum(_product(tokens / spread, matrix, 1, rates) for matrix in work.indexer_matrices)
+    float32_rate = rates.cluster.peak_tflops * 1e12 * rates.cluster.fitted.matmul * float32_speed(rates.cluster)
+    in_float32 = tokens / spread * (work.float32_flops / float32_rate + work.float32_bytes / rates.bytes)
+    rate = dense_attention(dims, rates)
+    scores = 2 * tokens * work.keys(dims.seq_len) * work.score_features / tp / rate
+    index_scores = 2 * tokens / spread * dims.seq_len * share * work.indexer_features / rate
+    reduced, reduced_backward = _reductions(dims, job, rates, work)
+    forward = LayerTime(
+        matmul + chosen + in_float32,
+        scores + index_scores,
+        _seconds(dims, job, rates, work, "forward"),
+        rates.overhead,
+        reduced,
+    )
+    trained = work.indexer_is_trained
+    backward = LayerTime(
+        (products - 1) * matmul + trained * chosen + 2 * in_float32,
+        2 * (scores + trained * index_scores),
+        _seconds(dims, job, rates, work, "backward"),
+        2 * rates.overhead,
+        reduced_backward,
+    )
+    if not dims.num_experts:
+        return forward, backward
+    experts = experts_forward(dims, job, rates)
+    sent = exposed_rows(forward.plus(experts), job, rates)
+    again = LayerTime(
+        (products - 1) * experts.matmul,
+        0.0,
+        BACKWARD_PASSES * experts.memory,
+        2 * experts.overhead,
+        experts.tensor_parallel,
+        sent,
+    )
+    return forward.plus(dataclasses.replace(experts, expert_parallel=sent)), backward.plus(again)
+
+
+def dense_attention(dims: Dimensions, rates: Rates) -> float:
+    """FLOP/s of attention without a kernel; runs with experts were fitted with newer kernels."""
+    aligned = dims.head_size % rates.cluster.alignment == 0
+    return rates.cluster.peak_tflops * 1e12 * rates.cluster.fitted.attention * (1.0 if aligned else 1 / 12)
+
+
+def _product(tokens: float, matrix: Matrix, tp: int, rates: Rates) -> float:
+    inner, outer = (
+        size / tp if matrix.cut == side else size for side, size in (("inner", matrix.inner), ("outer", matrix.outer))
+    )
+    return rates.matmul(tokens, outer, inner)
+
+
+def _seconds(dims: Dimensions, job: Parallelism, rates: Rates, work: LayerWork, phase: str) -> float:
+    """Seconds of the passes over memory of a phase."""
+    spread, tp = job.tp if job.sequence_parallel else 1, job.tp
+    moved = work.num_bytes(dims.seq_len, spread, tp, phase, rates.width)
+    of_mlp: Work = mlp.work(dims, dims.always_used_ffn)
+    moved += getattr(of_mlp, phase).num_bytes(rates.width) / tp
+    return job.tokens(dims.seq_len) * moved / rates.bytes
+
+
+def _reductions(dims: Dimensions, job: Parallelism, rates: Rates, work: LayerWork) -> tuple[float, float]:
+    """Seconds of a layer's collectives over tp, and over cp: backward the gradients of latents are added up in place of that
+    of the layer's input."""
+    tokens, tp = job.tokens(dims.seq_len), job.tp
+
+    def of(width: float) -> float:
+        return all_reduce(rates.width * tokens * width, tp, rates.tp)
+
+    h, shared, regrouped = dims.hidden_size, 0.0, 0.0
+    forward = (1 if dims.block == "parallel" else 2) * of(h)
+    backward = of(h) + of(work.latent_width) + (of(h) / 2 if job.sequence_parallel else 0.0)
+    if job.cp > 1:
+        width = work.gathered_width / tp + work.gathered_key
+        shared = rates.width * tokens * width * (job.cp - 1) / rates.tp  # keys and values go round
+        if not job.ulysses:
+            scores = rates.width * tokens * work.keys(dims.seq_len) * work.num_heads / tp
+            regrouped = scores * (job.cp - 1) / job.cp / rates.tp
+    # Scores with the key that heads share are regrouped from heads to tokens, in an all-to-all; backward they are gathered.
+    return forward + shared + regrouped, backward + shared + regrouped * job.cp
+
+
+def head_passes(dims: Dimensions, job: Parallelism, rates: Rates, products: int = 3) -> tuple[LayerTime, LayerTime]:
+    """Time of what the last stage does behind its layers: multi-token prediction, the head and the loss."""
+    head = head_forward(dims, job, rates)
+    forward, backward = head, _mirrored(head, products)
+    more = dims.products
+    if more is None:
+        return forward, backward
+    tokens, spread = job.tokens(dims.seq_len), job.tp if job.sequence_parallel else 1
+    if more.layer:
+        of_loss = (SHARDED_LOSS if job.tp > 1 else LOSS).num_bytes(rates.width)
+        passes = tokens * head_columns(dims, job) * of_loss / 2 / rates.bytes
+        forward, backward = (dataclasses.replace(of, memory=passes) for of in (forward, backward))
+    if dims.mtp_layers:
+        depth = _depth(dims, job, rates, products, forward, backward)
+        forward, backward = (
+            of.plus(times(one, dims.mtp_layers)) for of, one in zip((forward, backward), depth, strict=True)
+        )
+    out, width = more.streams_out, rates.width
+    moved_back = tokens / spread * out.backward.num_bytes(width)
+    if products > 2 and dims.mtp_layers:
+        of_embedding, of_head = multi_token_prediction.bytes_of_tables(dims.mtp_layers)
+        moved_back += dims.vocab_size * dims.hidden_size * (of_embedding / spread + of_head / job.tp)
+    forward = _and_passes(forward, tokens / spread * out.forward.num_bytes(width) / rates.bytes)
+    return forward, _and_passes(backward, moved_back / rates.bytes)
+
+
+def _depth(
+    dims: Dimensions, job: Parallelism, rates: Rates, products: int, *head: LayerTime
+) -> tuple[LayerTime, LayerTime]:
+    """Time of a depth of multi-token prediction: projection, layer and head."""
+    tokens, spread, h = job.tokens(dims.seq_len), job.tp if job.sequence_parallel else 1, dims.hidden_size
+    projected = LayerTime(rates.matmul(tokens, h, 2 * h), 0.0, 0.0, 0.0, 0.0)
+    own = multi_token_prediction.work(h)
+    moved = (
+        tokens / spread * own.forward.num_bytes(rates.width),
+        tokens / spread * own.backward.num_bytes(rates.width),
+    )
+    layer = layer_passes(dims.mtp, job, rates, products, of_mtp=True)
+    both = zip(layer, head, (projected, _mirrored(projected, products)), moved, strict=True)
+    forward, backward = (
+        _and_passes(one.plus(of_head).plus(more), num / rates.bytes) for one, of_head, more, num in both
+    )
+    return forward, backward
+
+
+def _mirrored(forward: LayerTime, products: int) -> LayerTime:
+    """Time of the backward pass of products and passes over memory."""
+    return LayerTime((products - 1) * forward.matmul, 0.0, BACKWARD_PASSES * forward.memory, 2 * forward.overhead, 0.0)
+
+
+def _and_passes(of: LayerTime, seconds: float) -> LayerTime:
+    return dataclasses.replace(of, memory=of.memory + seconds)
+
+
+def times(of: LayerTime, count: int) -> LayerTime:
+    """The time of so many."""
+    return LayerTime(*(count * each for each in vars(of).values()))

@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
+RANKS_SORT_ROWS = "ranks_sort_rows"
+"""Attribute of a product of groups whose rows each rank sorts, those of the groups that it has in front."""
 
 
 def grouped_product(x: Array, weight: Array, counts: Array) -> Array:

@@ -2,15 +2,18 @@
 """Dropless experts: rows sorted by expert, and products of each expert with its own rows alone.
 
 A layer computes k rows for each token however unevenly the router chooses; the number of rows of each expert is data, shapes
-are static. Shapes: see `sporeloom.nn.moe`; R = G*k*L. Source: arXiv:2211.15841 (MegaBlocks).
+are static. Where experts are sharded, the ranks of an expert-parallel group gather each other's tokens, each multiplies the
+rows of its own experts, and the results of each token are reduce-scattered. Shapes: see `sporeloom.nn.moe`; P parts of the
+experts, R = P*N*k. Source: arXiv:2211.15841 (MegaBlocks), the all-gather dispatcher of Megatron-LM.
 """
 
 import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
-from mindspore import nn, ops
 from mindspore.ops.auto_generate import GroupedMatmulV4
 
-from sporeloom.core.grouped_product import grouped_outer_product, grouped_product
+from sporeloom.core.grouped_product import RANKS_SORT_ROWS, grouped_outer_product, grouped_product
 from sporeloom.models.cells import GroupedProductCell
 
 ONE_TENSOR, BY_ROWS, BY_SUMMED_ROWS, COUNTS = 3, 0, 2, 1
@@ -24,6 +27,11 @@ FEW_TOKENS = 32
 def of_gradient(operator):
     """Mark an operator of a `bprop`, which MindSpore does not distinguish from those of the forward pass."""
     return operator.add_prim_attr("is_backward", True)
+
+
+def of_own_rows(operator):
+    """Mark a product of groups whose rows each rank sorts, those of the groups that it has in front."""
+    return operator.add_prim_attr(RANKS_SORT_ROWS, True)
 
 
 @ops.constexpr
@@ -42,8 +50,20 @@ def has_operator(on_cpu):
     return target == "Ascend" or (on_cpu and target == "CPU")
 
 
+@ops.constexpr
+def first_experts(parts, num_experts):
+    """(P, 1, 1): the first expert of each part."""
+    return Tensor((np.arange(parts) * (num_experts // parts)).astype(np.int32).reshape(parts, 1, 1))
+
+
+@ops.constexpr
+def zero(dtype):
+    return Tensor(0, dtype)
+
+
 class GroupedProduct(nn.Cell, GroupedProductCell):
-    """x (R, in), sorted by expert, W (E, out, in), counts (E,) int64: rows of each expert -> (R, out).
+    """x (R, in), sorted by expert, W (E, out, in), counts (E,) int64: rows of each expert -> (R, out). Rows after the last
+    group are undefined, in the gradient, too.
 
     On one CPU device, which has no operator for it, NumPy computes it.
     """
@@ -55,8 +75,8 @@ class GroupedProduct(nn.Cell, GroupedProductCell):
             of_gradient(ops.Transpose()),
             ops.ZerosLike(),
         )
-        self.product = GroupedMatmulV4()
-        self.product_back, self.outer = of_gradient(GroupedMatmulV4()), of_gradient(GroupedMatmulV4())
+        self.product = of_own_rows(GroupedMatmulV4())
+        self.product_back, self.outer = (of_gradient(of_own_rows(GroupedMatmulV4())) for _ in range(2))
         self.numpy_product = ops.Custom(grouped_product, lambda x, w, _: [x[0], w[1]], lambda x, *_: x, "pyfunc")
         self.numpy_back = ops.Custom(_product_back, lambda y, w, _: [y[0], w[2]], lambda y, *_: y, "pyfunc")
         self.numpy_outer = ops.Custom(
@@ -98,26 +118,41 @@ class OfRows(nn.Cell):
 
 
 class SortedRows(nn.Cell):
-    """Order of the choices by expert.
+    """Order of the choices by expert, for each of P parts of the experts with the choices of its own experts in front.
 
-    Experts of choices (G, k*L) and their one-hot (G, k*L, E) -> the choice in each sorted row, the row of each choice and
-    the expert of each row, all (R,); and the number of rows of each expert, (E,) int64. Under a mesh each rank sorts the
-    rows of its groups, so numbers of rows count within a rank's.
+    Experts of choices (N, k) and one-hot (G, k*L, E) -> for each sorted row the choice that it is, its token and its expert,
+    whether its expert belongs to another part, and for each choice its row, all (R,) with R = P*N*k; and the number of rows
+    of each expert, (E,) int64. Expert parallel ranks have a part each and all tokens of their group, and each rank sorts the
+    rows that it has: indices count within a rank's rows, of which those beyond the numbers are of other ranks' experts.
     """
 
-    def __init__(self):
+    def __init__(self, num_experts, chosen):
         super().__init__()
-        self.flat, self.sort, self.unsort = ops.Reshape(), ops.Sort(), ops.Sort()
+        self.experts, self.chosen = num_experts, chosen
+        self.expand, self.to_parts, self.shift, self.to_key = ops.ExpandDims(), ops.Tile(), ops.Sub(), ops.FloorMod()
+        self.flat, self.flat_experts = ops.Reshape(), ops.Reshape()
+        self.sort, self.unsort, self.token, self.expert = ops.Sort(), ops.Sort(), ops.FloorDiv(), ops.Gather()
+        self.is_away = ops.GreaterEqual()
         self.of_group, self.to_int, self.count = ops.ReduceSum(), ops.Cast(), ops.ReduceSum()
 
-    def construct(self, chosen, one_hot):
-        experts, order = self.sort(self.flat(chosen, (-1,)))
-        _, rows = self.unsort(order)
-        return order, rows, experts, self.count(self.to_int(self.of_group(one_hot, 1), mstype.int64), 0)
+    def construct(self, choices, one_hot, parts):
+        counts = self.count(self.to_int(self.of_group(one_hot, 1), mstype.int64), 0)
+        if parts == 1:
+            experts, order = self.sort(self.flat(choices, (-1,)))
+            _, rows = self.unsort(order)
+            return order, self.token(order, self.chosen), experts, None, rows, counts
+        rows = parts * choices.shape[0] * self.chosen
+        experts = self.to_parts(self.expand(choices, 0), (parts, 1, 1))  # (N, k) -> (P, N, k)
+        keys = self.to_key(self.shift(experts, first_experts(parts, self.experts)), self.experts)
+        keys, order = self.sort(self.flat(keys, (rows,)))  # from 0 on: the experts of the part
+        _, rows_of_choices = self.unsort(order)
+        away = self.is_away(keys, self.experts // parts)
+        experts = self.expert(self.flat_experts(experts, (rows,)), order, 0)
+        return order, self.token(order, self.chosen), experts, away, rows_of_choices, counts
 
 
 class Permute(nn.Cell):
-    """Rows (R, D) in the order (R,), whose inverse is `back`: with it the gradient is as cheap as the result."""
+    """Rows in the order (R,), whose inverse is `back`: with it the gradient is as cheap as the result."""
 
     def __init__(self):
         super().__init__()
@@ -129,3 +164,57 @@ class Permute(nn.Cell):
 
     def bprop(self, x, order, back, out, dout):
         return self.unpick(dout, back, 0), self.nothing(order), self.nothing_back(back)
+
+
+class RowsOfTokens(nn.Cell):
+    """The row of the token of each sorted choice: (N, D), tokens and rows (R,) -> (R, D). The gradient of a token is the sum
+    over its choices, and over the parts of the experts."""
+
+    def __init__(self, parts, chosen):
+        super().__init__()
+        self.parts, self.chosen = parts, chosen
+        self.pick, self.unpick = ops.Gather(), of_gradient(ops.Gather())
+        self.by_token, self.sum = of_gradient(ops.Reshape()), of_gradient(ops.ReduceSum())
+        self.nothing, self.nothing_back = ops.ZerosLike(), ops.ZerosLike()
+
+    def construct(self, x, tokens, rows):
+        return self.pick(x, tokens, 0)
+
+    def bprop(self, x, tokens, rows, out, dout):
+        of_tokens = self.by_token(self.unpick(dout, rows, 0), (self.parts, x.shape[0], self.chosen, x.shape[1]))
+        return self.sum(of_tokens, (0, 2)), self.nothing(tokens), self.nothing_back(rows)
+
+
+class SumsOfTokens(nn.Cell):
+    """The transpose of `RowsOfTokens`: (R, D), tokens and rows (R,) -> (N, D)."""
+
+    def __init__(self, parts, chosen):
+        super().__init__()
+        self.parts, self.chosen = parts, chosen
+        self.pick, self.unpick = ops.Gather(), of_gradient(ops.Gather())
+        self.by_token, self.sum = ops.Reshape(), ops.ReduceSum()
+        self.nothing, self.nothing_back = ops.ZerosLike(), ops.ZerosLike()
+
+    def construct(self, y, tokens, rows):
+        count = y.shape[0] // (self.parts * self.chosen)
+        of_tokens = self.by_token(self.pick(y, rows, 0), (self.parts, count, self.chosen, y.shape[1]))
+        return self.sum(of_tokens, (0, 2))
+
+    def bprop(self, y, tokens, rows, out, dout):
+        return self.unpick(dout, tokens, 0), self.nothing(tokens), self.nothing_back(rows)
+
+
+class WithoutOthersRows(nn.Cell):
+    """Rows (R, D) with zeros where `away` (R,), as products of groups leave rows after the last group undefined; in the
+    gradient, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.column, self.column_back = ops.ExpandDims(), of_gradient(ops.ExpandDims())
+        self.fill, self.fill_back, self.nothing = ops.MaskedFill(), of_gradient(ops.MaskedFill()), ops.ZerosLike()
+
+    def construct(self, x, away):
+        return self.fill(x, self.column(away, 1), zero(x.dtype))
+
+    def bprop(self, x, away, out, dout):
+        return self.fill_back(dout, self.column_back(away, 1), zero(dout.dtype)), self.nothing(away)

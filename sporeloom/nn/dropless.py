@@ -4,7 +4,7 @@
 A layer computes k rows for each token however unevenly the router chooses; the number of rows of each expert is data, shapes
 are static. Where experts are sharded, the ranks of an expert-parallel group gather each other's tokens, each multiplies the
 rows of its own experts, and the results of each token are reduce-scattered. Shapes: see `sporeloom.nn.moe`; P parts of the
-experts, R = P*N*k. Source: arXiv:2211.15841 (MegaBlocks), the all-gather dispatcher of Megatron-LM.
+experts, m choices of a token that a part may have, R = P*N*m. Source: arXiv:2211.15841 (MegaBlocks), the all-gather dispatcher of Megatron-LM.
 """
 
 import mindspore as ms
@@ -15,6 +15,7 @@ from mindspore.ops.auto_generate import GroupedMatmulV4
 
 from sporeloom.core.grouped_product import RANKS_SORT_ROWS, grouped_outer_product, grouped_product
 from sporeloom.models.cells import GroupedProductCell
+from sporeloom.models.parts.experts import choices_of_part as _choices_of_part
 
 ONE_TENSOR, BY_ROWS, BY_SUMMED_ROWS, COUNTS = 3, 0, 2, 1
 """Settings of GroupedMatmulV4: split_item (one result), group_type (groups of rows; of the rows that are summed, for the
@@ -54,6 +55,11 @@ def has_operator(on_cpu):
 def first_experts(parts, num_experts):
     """(P, 1, 1): the first expert of each part."""
     return Tensor((np.arange(parts) * (num_experts // parts)).astype(np.int32).reshape(parts, 1, 1))
+
+
+@ops.constexpr
+def choices_of_part(*sizes):
+    return _choices_of_part(*sizes)
 
 
 @ops.constexpr
@@ -117,38 +123,66 @@ class OfRows(nn.Cell):
         return self.pick(self.shape(self.cast(value, dtype), (count, width)), experts, 0)
 
 
-class SortedRows(nn.Cell):
-    """Order of the choices by expert, for each of P parts of the experts with the choices of its own experts in front.
+class OwnChoices(nn.Cell):
+    """For each of P parts of the experts the choices of each token that may be of its own ones.
 
-    Experts of choices (N, k) and one-hot (G, k*L, E) -> for each sorted row the choice that it is, its token and its expert,
-    whether its expert belongs to another part, and for each choice its row, all (R,) with R = P*N*k; and the number of rows
+    Experts (N, k) and weights (N, k) of choices -> numbers of experts, counted from the first one of the part, experts and
+    weights, (P, N, m), with m the largest number of a token's choices that can be of a part.
+    """
+
+    def __init__(self, num_experts, chosen, is_grouped):
+        super().__init__()
+        self.experts, self.chosen, self.is_grouped = num_experts, chosen, is_grouped
+        self.expand, self.to_parts, self.shift, self.to_key = ops.ExpandDims(), ops.Tile(), ops.Sub(), ops.FloorMod()
+        self.expand_weights, self.weights_to_parts = ops.ExpandDims(), ops.Tile()
+        self.own_first, self.first, self.first_keys = ops.Sort(), ops.StridedSlice(), ops.StridedSlice()
+        self.pick, self.pick_weights = ops.GatherD(), ops.GatherD()
+
+    def construct(self, choices, weights, parts):
+        experts = self.to_parts(self.expand(choices, 0), (parts, 1, 1))  # (N, k) -> (P, N, k)
+        weights = self.weights_to_parts(self.expand_weights(weights, 0), (parts, 1, 1))
+        if parts == 1:
+            return experts, experts, weights
+        keys = self.to_key(self.shift(experts, first_experts(parts, self.experts)), self.experts)
+        most = choices_of_part(self.experts, self.chosen, parts, self.is_grouped)
+        if most < self.chosen:
+            size = (parts, choices.shape[0], most)
+            keys, positions = self.own_first(keys)
+            keys = self.first_keys(keys, (0, 0, 0), size, (1, 1, 1))
+            positions = self.first(positions, (0, 0, 0), size, (1, 1, 1))
+            experts, weights = self.pick(experts, 2, positions), self.pick_weights(weights, 2, positions)
+        return keys, experts, weights
+
+
+class SortedRows(nn.Cell):
+    """Order of the choices by expert, for each part of the experts with the choices of its own experts in front.
+
+    Numbers and experts of choices (P, N, m), and one-hot (G, k*L, E) -> for each sorted row the choice that it is, its token
+    and its expert, whether its expert belongs to another part, and for each choice its row, all (R,); and the number of rows
     of each expert, (E,) int64. Expert parallel ranks have a part each and all tokens of their group, and each rank sorts the
     rows that it has: indices count within a rank's rows, of which those beyond the numbers are of other ranks' experts.
     """
 
-    def __init__(self, num_experts, chosen):
+    def __init__(self, num_experts):
         super().__init__()
-        self.experts, self.chosen = num_experts, chosen
-        self.expand, self.to_parts, self.shift, self.to_key = ops.ExpandDims(), ops.Tile(), ops.Sub(), ops.FloorMod()
+        self.experts = num_experts
         self.flat, self.flat_experts = ops.Reshape(), ops.Reshape()
         self.sort, self.unsort, self.token, self.expert = ops.Sort(), ops.Sort(), ops.FloorDiv(), ops.Gather()
         self.is_away = ops.GreaterEqual()
         self.of_group, self.to_int, self.count = ops.ReduceSum(), ops.Cast(), ops.ReduceSum()
 
-    def construct(self, choices, one_hot, parts):
+    def construct(self, keys, experts, one_hot):
+        parts, _, most = keys.shape
         counts = self.count(self.to_int(self.of_group(one_hot, 1), mstype.int64), 0)
+        keys, order = self.sort(self.flat(keys, (-1,)))
+        _, rows = self.unsort(order)
+        away = None
         if parts == 1:
-            experts, order = self.sort(self.flat(choices, (-1,)))
-            _, rows = self.unsort(order)
-            return order, self.token(order, self.chosen), experts, None, rows, counts
-        rows = parts * choices.shape[0] * self.chosen
-        experts = self.to_parts(self.expand(choices, 0), (parts, 1, 1))  # (N, k) -> (P, N, k)
-        keys = self.to_key(self.shift(experts, first_experts(parts, self.experts)), self.experts)
-        keys, order = self.sort(self.flat(keys, (rows,)))  # from 0 on: the experts of the part
-        _, rows_of_choices = self.unsort(order)
-        away = self.is_away(keys, self.experts // parts)
-        experts = self.expert(self.flat_experts(experts, (rows,)), order, 0)
-        return order, self.token(order, self.chosen), experts, away, rows_of_choices, counts
+            experts = keys
+        else:
+            away = self.is_away(keys, self.experts // parts)
+            experts = self.expert(self.flat_experts(experts, (-1,)), order, 0)
+        return order, self.token(order, most), experts, away, rows, counts
 
 
 class Permute(nn.Cell):
@@ -167,38 +201,32 @@ class Permute(nn.Cell):
 
 
 class RowsOfTokens(nn.Cell):
-    """The row of the token of each sorted choice: (N, D), tokens and rows (R,) -> (R, D). The gradient of a token is the sum
-    over its choices, and over the parts of the experts."""
+    """The row of the token of each sorted choice: (N, D), tokens (R,), rows (P, N, m) -> (R, D). The gradient of a token is
+    the sum over its choices, and over the parts of the experts."""
 
-    def __init__(self, parts, chosen):
+    def __init__(self):
         super().__init__()
-        self.parts, self.chosen = parts, chosen
         self.pick, self.unpick = ops.Gather(), of_gradient(ops.Gather())
-        self.by_token, self.sum = of_gradient(ops.Reshape()), of_gradient(ops.ReduceSum())
-        self.nothing, self.nothing_back = ops.ZerosLike(), ops.ZerosLike()
+        self.sum, self.nothing, self.nothing_back = of_gradient(ops.ReduceSum()), ops.ZerosLike(), ops.ZerosLike()
 
     def construct(self, x, tokens, rows):
         return self.pick(x, tokens, 0)
 
     def bprop(self, x, tokens, rows, out, dout):
-        of_tokens = self.by_token(self.unpick(dout, rows, 0), (self.parts, x.shape[0], self.chosen, x.shape[1]))
-        return self.sum(of_tokens, (0, 2)), self.nothing(tokens), self.nothing_back(rows)
+        of_choices = self.unpick(dout, rows, 0)  # (P, N, m, D)
+        return self.sum(of_choices, (0, 2)), self.nothing(tokens), self.nothing_back(rows)
 
 
 class SumsOfTokens(nn.Cell):
-    """The transpose of `RowsOfTokens`: (R, D), tokens and rows (R,) -> (N, D)."""
+    """The transpose of `RowsOfTokens`: (R, D), tokens (R,), rows (P, N, m) -> (N, D)."""
 
-    def __init__(self, parts, chosen):
+    def __init__(self):
         super().__init__()
-        self.parts, self.chosen = parts, chosen
         self.pick, self.unpick = ops.Gather(), of_gradient(ops.Gather())
-        self.by_token, self.sum = ops.Reshape(), ops.ReduceSum()
-        self.nothing, self.nothing_back = ops.ZerosLike(), ops.ZerosLike()
+        self.sum, self.nothing, self.nothing_back = ops.ReduceSum(), ops.ZerosLike(), ops.ZerosLike()
 
     def construct(self, y, tokens, rows):
-        count = y.shape[0] // (self.parts * self.chosen)
-        of_tokens = self.by_token(self.pick(y, rows, 0), (self.parts, count, self.chosen, y.shape[1]))
-        return self.sum(of_tokens, (0, 2))
+        return self.sum(self.pick(y, rows, 0), (0, 2))
 
     def bprop(self, y, tokens, rows, out, dout):
         return self.unpick(dout, tokens, 0), self.nothing(tokens), self.nothing_back(rows)

@@ -22,6 +22,7 @@ from sporeloom.nn.dispatch import AssignedExperts, CombineWeights, DispatchIndic
 from sporeloom.nn.dropless import (
     GroupedProduct,
     OfRows,
+    OwnChoices,
     Permute,
     RowsOfTokens,
     SortedRows,
@@ -130,10 +131,11 @@ class MoE(nn.Cell, CountingCell, ExpertCell):
         self.to_experts, self.rows = ops.Transpose(), ops.Reshape()
         self.experts = ExpertMLPs(config, specs.within("experts"), dtype)
         self.unrows, self.from_experts, self.merge = ops.Reshape(), ops.Transpose(), ops.Reshape()
-        self.order, self.weights_by_expert = SortedRows(experts.num_experts, self.chosen), Permute()
-        self.by_expert, self.by_token = RowsOfTokens(1, self.chosen), SumsOfTokens(1, self.chosen)
+        self.parts, self.own = 1, OwnChoices(experts.num_experts, self.chosen, experts.router == "grouped")
+        self.order, self.weights_by_expert = SortedRows(experts.num_experts), Permute()
+        self.by_expert, self.by_token = RowsOfTokens(), SumsOfTokens()
         self.token_choices, self.split_weights, self.token_weights = ops.Reshape(), ops.Reshape(), ops.Transpose()
-        self.unsplit_weights, self.weight_parts, self.each_part = ops.Reshape(), ops.ExpandDims(), ops.Tile()
+        self.unsplit_weights, self.rows_of_tokens = ops.Reshape(), ops.Reshape()
         self.row_weights, self.weight_column, self.weigh_row = ops.Reshape(), ops.ExpandDims(), ops.Mul()
         self.weight_to_dtype, self.sums = ops.Cast(), ops.Identity()
         self.first_place, self.clip, self.slot = ops.Mul(), ops.Minimum(), ops.Add()
@@ -204,7 +206,7 @@ class MoE(nn.Cell, CountingCell, ExpertCell):
 
     def shard_over(self, parts):
         """Let each of so many parts of the experts compute the rows of its own."""
-        self.by_expert.parts = self.by_token.parts = parts
+        self.parts = parts
 
     def sorts(self, num_tokens):
         """Whether there is a product of groups that is faster for so many tokens."""
@@ -213,17 +215,16 @@ class MoE(nn.Cell, CountingCell, ExpertCell):
     def through_sorted(self, x, choices, weights, one_hot):
         """Sums of the results of each row's choices, weighted, (N, D) -> (N, D): each expert computes its own rows."""
         groups, length, chosen = choices.shape
-        parts, count = self.by_expert.parts, groups * length
-        choices = self.token_choices(choices, (count, chosen))  # (G, L, k) -> (N, k)
-        order, tokens, experts, away, rows, counts = self.order(choices, one_hot, parts)
-        y = self.experts(self.by_expert(x, tokens, rows), counts, experts, away)  # (R, D)
+        choices = self.token_choices(choices, (groups * length, chosen))  # (G, L, k) -> (N, k)
         weights = self.token_weights(self.split_weights(weights, (groups, chosen, length)), (0, 2, 1))  # (G, L, k)
-        if parts > 1:
-            weights = self.weight_parts(self.unsplit_weights(weights, (count, chosen)), 0)
-            weights = self.each_part(weights, (parts, 1, 1))  # (P, N, k)
-        weights = self.row_weights(weights, (parts * count * chosen,))
-        weights = self.weight_column(self.weight_to_dtype(self.weights_by_expert(weights, order, rows), self.dtype), 1)
-        return self.sums(self.by_token(self.weigh_row(y, weights), tokens, rows))
+        weights = self.unsplit_weights(weights, (groups * length, chosen))
+        keys, experts, weights = self.own(choices, weights, self.parts)  # (P, N, m)
+        order, tokens, experts, away, rows, counts = self.order(keys, experts, one_hot)
+        places = self.rows_of_tokens(rows, keys.shape)
+        y = self.experts(self.by_expert(x, tokens, places), counts, experts, away)  # (R, D)
+        weights = self.weights_by_expert(self.row_weights(weights, (-1,)), order, rows)
+        weights = self.weight_column(self.weight_to_dtype(weights, self.dtype), 1)
+        return self.sums(self.by_token(self.weigh_row(y, weights), tokens, places))
 
     def through_slots(self, x, chosen, place, owners, sizes):
         """Results of the choices of rows (N, D), (G, k*L, D): each expert computes `capacity` rows of each group."""

@@ -13,9 +13,9 @@ from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
 from mindspore.ops.auto_generate import GroupedMatmulV4
 
-from sporeloom.core.grouped_product import RANKS_SORT_ROWS, grouped_outer_product, grouped_product
+from sporeloom.core.grouped_product import SHARE_OF_ROWS, grouped_outer_product, grouped_product
 from sporeloom.models.cells import GroupedProductCell
-from sporeloom.models.parts.experts import choices_of_part as _choices_of_part
+from sporeloom.models.parts.experts import choices_of_part
 
 ONE_TENSOR, BY_ROWS, BY_SUMMED_ROWS, COUNTS = 3, 0, 2, 1
 """Settings of GroupedMatmulV4: split_item (one result), group_type (groups of rows; of the rows that are summed, for the
@@ -28,11 +28,6 @@ FEW_TOKENS = 32
 def of_gradient(operator):
     """Mark an operator of a `bprop`, which MindSpore does not distinguish from those of the forward pass."""
     return operator.add_prim_attr("is_backward", True)
-
-
-def of_own_rows(operator):
-    """Mark a product of groups whose rows each rank sorts, those of the groups that it has in front."""
-    return operator.add_prim_attr(RANKS_SORT_ROWS, True)
 
 
 @ops.constexpr
@@ -58,11 +53,6 @@ def first_experts(parts, num_experts):
 
 
 @ops.constexpr
-def choices_of_part(*sizes):
-    return _choices_of_part(*sizes)
-
-
-@ops.constexpr
 def zero(dtype):
     return Tensor(0, dtype)
 
@@ -81,13 +71,19 @@ class GroupedProduct(nn.Cell, GroupedProductCell):
             of_gradient(ops.Transpose()),
             ops.ZerosLike(),
         )
-        self.product = of_own_rows(GroupedMatmulV4())
-        self.product_back, self.outer = (of_gradient(of_own_rows(GroupedMatmulV4())) for _ in range(2))
+        self.product = GroupedMatmulV4()
+        self.product_back, self.outer = of_gradient(GroupedMatmulV4()), of_gradient(GroupedMatmulV4())
+        self.of_share(1.0)
         self.numpy_product = ops.Custom(grouped_product, lambda x, w, _: [x[0], w[1]], lambda x, *_: x, "pyfunc")
         self.numpy_back = ops.Custom(_product_back, lambda y, w, _: [y[0], w[2]], lambda y, *_: y, "pyfunc")
         self.numpy_outer = ops.Custom(
             grouped_outer_product, lambda x, y, n: [n[0], y[1], x[1]], lambda x, *_: x, "pyfunc"
         )
+
+    def of_share(self, share):
+        """Mark the operators: each rank sorts its rows, of which this share belongs to the experts that it has."""
+        for operator in (self.product, self.product_back, self.outer):
+            operator.add_prim_attr(SHARE_OF_ROWS, share)
 
     def construct(self, x, weight, counts):
         if not has_operator(self.operator_on_cpu):
@@ -133,20 +129,26 @@ class OwnChoices(nn.Cell):
     def __init__(self, num_experts, chosen, is_grouped):
         super().__init__()
         self.experts, self.chosen, self.is_grouped = num_experts, chosen, is_grouped
+        self.parts, self.most = 1, chosen
         self.expand, self.to_parts, self.shift, self.to_key = ops.ExpandDims(), ops.Tile(), ops.Sub(), ops.FloorMod()
         self.expand_weights, self.weights_to_parts = ops.ExpandDims(), ops.Tile()
         self.own_first, self.first, self.first_keys = ops.Sort(), ops.StridedSlice(), ops.StridedSlice()
         self.pick, self.pick_weights = ops.GatherD(), ops.GatherD()
 
-    def construct(self, choices, weights, parts):
+    def shard_over(self, parts):
+        """Make so many parts. Returns the share of the choices there are then that are of their own part."""
+        self.parts, self.most = parts, choices_of_part(self.experts, self.chosen, parts, self.is_grouped)
+        return self.chosen / (parts * self.most)
+
+    def construct(self, choices, weights):
+        parts = self.parts
         experts = self.to_parts(self.expand(choices, 0), (parts, 1, 1))  # (N, k) -> (P, N, k)
         weights = self.weights_to_parts(self.expand_weights(weights, 0), (parts, 1, 1))
         if parts == 1:
             return experts, experts, weights
         keys = self.to_key(self.shift(experts, first_experts(parts, self.experts)), self.experts)
-        most = choices_of_part(self.experts, self.chosen, parts, self.is_grouped)
-        if most < self.chosen:
-            size = (parts, choices.shape[0], most)
+        if self.most < self.chosen:
+            size = (parts, choices.shape[0], self.most)
             keys, positions = self.own_first(keys)
             keys = self.first_keys(keys, (0, 0, 0), size, (1, 1, 1))
             positions = self.first(positions, (0, 0, 0), size, (1, 1, 1))

@@ -131,7 +131,7 @@ class MoE(nn.Cell, CountingCell, ExpertCell):
         self.to_experts, self.rows = ops.Transpose(), ops.Reshape()
         self.experts = ExpertMLPs(config, specs.within("experts"), dtype)
         self.unrows, self.from_experts, self.merge = ops.Reshape(), ops.Transpose(), ops.Reshape()
-        self.parts, self.own = 1, OwnChoices(experts.num_experts, self.chosen, experts.router == "grouped")
+        self.own = OwnChoices(experts.num_experts, self.chosen, experts.router == "grouped")
         self.order, self.weights_by_expert = SortedRows(experts.num_experts), Permute()
         self.by_expert, self.by_token = RowsOfTokens(), SumsOfTokens()
         self.token_choices, self.split_weights, self.token_weights = ops.Reshape(), ops.Reshape(), ops.Transpose()
@@ -206,7 +206,10 @@ class MoE(nn.Cell, CountingCell, ExpertCell):
 
     def shard_over(self, parts):
         """Let each of so many parts of the experts compute the rows of its own."""
-        self.parts = parts
+        share = self.own.shard_over(parts)
+        for _, cell in self.experts.cells_and_names():
+            if isinstance(cell, GroupedProduct):
+                cell.of_share(share)
 
     def sorts(self, num_tokens):
         """Whether there is a product of groups that is faster for so many tokens."""
@@ -218,7 +221,7 @@ class MoE(nn.Cell, CountingCell, ExpertCell):
         choices = self.token_choices(choices, (groups * length, chosen))  # (G, L, k) -> (N, k)
         weights = self.token_weights(self.split_weights(weights, (groups, chosen, length)), (0, 2, 1))  # (G, L, k)
         weights = self.unsplit_weights(weights, (groups * length, chosen))
-        keys, experts, weights = self.own(choices, weights, self.parts)  # (P, N, m)
+        keys, experts, weights = self.own(choices, weights)  # (P, N, m)
         order, tokens, experts, away, rows, counts = self.order(keys, experts, one_hot)
         places = self.rows_of_tokens(rows, keys.shape)
         y = self.experts(self.by_expert(x, tokens, places), counts, experts, away)  # (R, D)

@@ -142,6 +142,8 @@ def expert_activations(dims: Dimensions, job: Parallelism) -> float:
     tokens, width = job.tokens(dims.seq_len), job.activation_bytes
     rows = dims.expert_share * tokens * dims.experts_per_token * job.expert_rows(dims)
     spread = job.tp if job.parts_of_expert < job.tp else 1  # tp ranks that send a part each
+    if job.computes_own_rows(dims):
+        rows, spread = dims.expert_share * tokens * job.sorted_rows(dims), 1
     wide = mlp.kept_features(dims, dims.expert_ffn_size) / job.parts_of_expert
     return rows / spread * width * (2 * dims.hidden_size + wide)
 

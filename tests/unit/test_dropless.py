@@ -201,7 +201,8 @@ def test_sorted_rows_are_multiplied_with_the_matrices_of_their_experts():
     [
         ({}, "spmd", True),
         ({"dp": 2, "tp": 2}, "spmd", True),
-        ({"dp": 2, "ep": 2}, "spmd", False),
+        ({"dp": 2, "ep": 2}, "spmd", True),
+        ({"dp": 2, "ep": 2, "cp": 2}, "spmd", False),
         ({"dp": 2}, "mindspore", False),
     ],
 )

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from sporeloom.core.grouped_product import RANKS_SORT_ROWS
+from sporeloom.core.grouped_product import SHARE_OF_ROWS
 from sporeloom.partition.layout import NONE, ValueLayout
 from sporeloom.partition.operation import Handler, Operand, Operation, Plan, UnknownValueError
 from sporeloom.partition.operators.labelled import along
@@ -140,7 +140,7 @@ def grouped_product(op: Operation) -> Plan:
     (K, R) with (R, N) -> (E, K, N).
 
     Rows are sharded by axes over which the rows of each group, (E,), are a partial sum: then they are those that a rank
-    has of each group. Every rank has the matrices of all groups; or, of an operator marked with `RANKS_SORT_ROWS`, those of
+    has of each group. Every rank has the matrices of all groups; or, of an operator marked with `SHARE_OF_ROWS`, those of
     the groups by whose axes its rows are sharded first: then its rows begin with those of its groups.
     """
     x, w, counts = _only(op, 0), _only(op, 1), op.tensor(COUNTS)
@@ -149,7 +149,7 @@ def grouped_product(op: Operation) -> Plan:
     if kind not in (BY_ROWS, BY_SUMMED_ROWS) or not are_counts or not absent:
         raise UnknownValueError(f"{op.kind}: another form than rows grouped by counts")
     dim = 0 if kind == BY_ROWS else 1
-    groups = counts.dims[0] if op.attributes.get(RANKS_SORT_ROWS) else ()
+    groups = counts.dims[0] if op.attributes.get(SHARE_OF_ROWS) else ()
     if x.dims[dim][: len(groups)] != groups:
         groups = ()
     further = itertools.takewhile(lambda axis: axis in counts.partial, x.dims[dim][len(groups) :])

@@ -121,7 +121,7 @@ def _tiled_less(
     old, new = op.tensor(0).shape, op.output.shape
     ones = (1,) * (len(new) - len(old)) + old
     differs = [dim for dim, (axes, own) in enumerate(zip(wanted.dims, made.dims, strict=True)) if axes != own]
-    if wanted.partial != made.partial or any(ones[dim] != 1 for dim in differs):
+    if wanted.partial != made.partial or not differs or any(ones[dim] != 1 for dim in differs):
         return None
     local = wanted.local_shape(new, op.grid)
     times = tuple(n // size if size == 1 else 1 for n, size in zip(local, ones, strict=True))

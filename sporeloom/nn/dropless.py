@@ -4,7 +4,8 @@
 A layer computes k rows for each token however unevenly the router chooses; the number of rows of each expert is data, shapes
 are static. Where experts are sharded, the ranks of an expert-parallel group gather each other's tokens, each multiplies the
 rows of its own experts, and the results of each token are reduce-scattered. Shapes: see `sporeloom.nn.moe`; P parts of the
-experts, m choices of a token that a part may have, R = P*N*m. Source: arXiv:2211.15841 (MegaBlocks), the all-gather dispatcher of Megatron-LM.
+experts, m choices of a token that a part may have, R = P*N*m. Source: arXiv:2211.15841 (MegaBlocks), the all-gather
+dispatcher of Megatron-LM.
 """
 
 import mindspore as ms

@@ -49,7 +49,8 @@ def _numbers_alike(count, number):
 
 class ExpertLinear(nn.Cell):
     """y = x W^T + b for each expert, with W (E, out, in) and b (E, 1, out): rows (E, R, in) -> (E, R, out); or sorted rows
-    (R, in) -> (R, out), with the number of each expert's, (E,), the expert of each, (R,), and whether it is another rank's."""
+    (R, in) -> (R, out), with the number of each expert's, (E,), the expert of each, (R,), and whether that is of another
+    rank."""
 
     def __init__(self, specs: ParameterSpecs, dtype: mstype.Type):
         super().__init__()

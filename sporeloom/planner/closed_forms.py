@@ -272,8 +272,8 @@ def _context_traffic(dims: Dimensions, job: Parallelism, layers: int, again: int
 
 
 def _of_equal_parts(dims: Dimensions, job: Parallelism) -> dict[str, int]:
-    """Bytes of the collectives of a layer of experts with a capacity: an all-to-all there and one back, and a reduction of what
-    tensor parallel ranks have of each row."""
+    """Bytes of the collectives of a layer of experts with a capacity: an all-to-all there and one back, and a reduction of
+    what tensor parallel ranks have of each row."""
     computed = dims.experts_per_token * dims.seq_len * job.expert_rows(dims)
     room = min(dims.seq_len, math.ceil(computed / dims.num_experts))
     rows = job.num_microbatches * dims.num_experts * room * job.microbatch
@@ -282,9 +282,9 @@ def _of_equal_parts(dims: Dimensions, job: Parallelism) -> dict[str, int]:
 
 
 def _of_sorted_rows(dims: Dimensions, job: Parallelism) -> dict[str, int]:
-    """Bytes of the collectives of a layer whose experts compute their own rows alone: an all-gather of the tokens, with experts
-    and weights of their choices, a reduce-scatter of their results, and a reduction over tensor parallel ranks, of each row
-    where experts have biases."""
+    """Bytes of the collectives of a layer whose experts compute their own rows alone: an all-gather of the tokens, with
+    experts and weights of their choices, a reduce-scatter of their results, and a reduction over tensor parallel ranks, of
+    each row where experts have biases."""
     ranks, tokens = job.gathers_tokens_of, job.num_microbatches * job.microbatch * dims.seq_len // job.cp
     features = dims.hidden_size * job.activation_bytes
     found: dict[str, int] = {}

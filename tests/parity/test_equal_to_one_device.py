@@ -154,7 +154,9 @@ def test_losses_and_gradient_norms_of_five_steps(results, case, optimizer):
             else:  # of experts: what each was given, and what was dropped
                 np.testing.assert_array_equal(row[:-1], expected_row[:-1])
     dropped = [row[-2] for counts in expected["counts"] for row in counts if len(row) > 1]
-    takes_all = any(option in ("latent_moe", "two_moe", "two_moe_indexer") or "dropless" in option for option in case.split("+"))
+    takes_all = any(
+        option in ("latent_moe", "two_moe", "two_moe_indexer") or "dropless" in option for option in case.split("+")
+    )
     assert not dropped or any(dropped) != takes_all  # their experts have no capacity
 
 

@@ -220,7 +220,9 @@ def test_no_more_choices_of_a_token_are_of_a_rank_than_it_has_rows_for(experts, 
     for parts in (n for n in range(1, experts + 1) if experts % n == 0):
         most = 0
         for _ in range(2000):
-            drawn = np.arange(chosen) * group + rng.integers(0, group, chosen) if is_grouped else rng.permutation(experts)
+            drawn = (
+                np.arange(chosen) * group + rng.integers(0, group, chosen) if is_grouped else rng.permutation(experts)
+            )
             most = max(most, np.bincount(drawn[:chosen] // (experts // parts)).max())
         assert most == choices_of_part(experts, chosen, parts, is_grouped)
 

@@ -163,7 +163,11 @@ def grouped_product(op: Operation) -> Plan:
     if kind == BY_ROWS:
         of_x, of_w, output = ValueLayout((rows, k)), ValueLayout((groups, k, n)), ValueLayout((rows, n), frozenset(k))
     else:
-        of_x, of_w, output = ValueLayout((k, rows)), ValueLayout((rows, n)), ValueLayout((groups, k, n), of_counts.partial)
+        of_x, of_w, output = (
+            ValueLayout((k, rows)),
+            ValueLayout((rows, n)),
+            ValueLayout((groups, k, n), of_counts.partial),
+        )
     wanted: list[Any] = list(op.as_they_are({COUNTS: of_counts}))
     wanted[:2] = (of_x,), (of_w,)
     return Plan(tuple(wanted), (output,))

@@ -188,21 +188,6 @@ class SortedRows(nn.Cell):
         return order, self.token(order, most), experts, away, rows, counts
 
 
-class Permute(nn.Cell):
-    """Rows in the order (R,), whose inverse is `back`: with it the gradient is as cheap as the result."""
-
-    def __init__(self):
-        super().__init__()
-        self.pick, self.unpick = ops.Gather(), of_gradient(ops.Gather())
-        self.nothing, self.nothing_back = ops.ZerosLike(), ops.ZerosLike()
-
-    def construct(self, x, order, back):
-        return self.pick(x, order, 0)
-
-    def bprop(self, x, order, back, out, dout):
-        return self.unpick(dout, back, 0), self.nothing(order), self.nothing_back(back)
-
-
 class RowsOfTokens(nn.Cell):
     """The row of the token of each sorted choice: (N, D), tokens (R,), rows (P, N, m) -> (R, D). The gradient of a token is
     the sum over its choices, and over the parts of the experts."""
@@ -221,18 +206,29 @@ class RowsOfTokens(nn.Cell):
 
 
 class SumsOfTokens(nn.Cell):
-    """The transpose of `RowsOfTokens`: (R, D), tokens (R,), rows (P, N, m) -> (N, D)."""
+    """The transpose of `RowsOfTokens`, of weighted rows: (R, D), weights of choices (R,), choices and tokens of rows (R,), rows
+    (P, N, m) -> (N, D)."""
 
     def __init__(self):
         super().__init__()
-        self.pick, self.unpick = ops.Gather(), of_gradient(ops.Gather())
-        self.sum, self.nothing, self.nothing_back = ops.ReduceSum(), ops.ZerosLike(), ops.ZerosLike()
+        self.pick_weight, self.column, self.weigh = ops.Gather(), ops.ExpandDims(), ops.Mul()
+        self.pick, self.sum = ops.Gather(), ops.ReduceSum()
+        self.unpick, self.weigh_back = of_gradient(ops.Gather()), of_gradient(ops.Mul())
+        self.pick_weight_back, self.column_back = of_gradient(ops.Gather()), of_gradient(ops.ExpandDims())
+        self.each, self.dot = of_gradient(ops.Mul()), of_gradient(ops.ReduceSum())
+        self.unpick_weight, self.flat = of_gradient(ops.Gather()), of_gradient(ops.Reshape())
+        self.nothing, self.nothing_token, self.nothing_back = ops.ZerosLike(), ops.ZerosLike(), ops.ZerosLike()
 
-    def construct(self, y, tokens, rows):
+    def construct(self, y, weights, order, tokens, rows):
+        y = self.weigh(y, self.column(self.pick_weight(weights, order, 0), 1))
         return self.sum(self.pick(y, rows, 0), (0, 2))
 
-    def bprop(self, y, tokens, rows, out, dout):
-        return self.unpick(dout, tokens, 0), self.nothing(tokens), self.nothing_back(rows)
+    def bprop(self, y, weights, order, tokens, rows, out, dout):
+        of_rows = self.unpick(dout, tokens, 0)  # (R, D)
+        of_y = self.weigh_back(of_rows, self.column_back(self.pick_weight_back(weights, order, 0), 1))
+        of_weights = self.flat(self.unpick_weight(self.dot(self.each(of_rows, y), 1), rows, 0), weights.shape)
+        nothing = self.nothing(order), self.nothing_token(tokens), self.nothing_back(rows)
+        return of_y, of_weights, *nothing
 
 
 class WithoutOthersRows(nn.Cell):

@@ -23,7 +23,6 @@ from sporeloom.nn.dropless import (
     GroupedProduct,
     OfRows,
     OwnChoices,
-    Permute,
     RowsOfTokens,
     SortedRows,
     SumsOfTokens,
@@ -133,11 +132,11 @@ class MoE(nn.Cell, CountingCell, ExpertCell):
         self.experts = ExpertMLPs(config, specs.within("experts"), dtype)
         self.unrows, self.from_experts, self.merge = ops.Reshape(), ops.Transpose(), ops.Reshape()
         self.own = OwnChoices(experts.num_experts, self.chosen, experts.router == "grouped")
-        self.order, self.weights_by_expert = SortedRows(experts.num_experts), Permute()
+        self.order = SortedRows(experts.num_experts)
         self.by_expert, self.by_token = RowsOfTokens(), SumsOfTokens()
         self.token_choices, self.split_weights, self.token_weights = ops.Reshape(), ops.Reshape(), ops.Transpose()
         self.unsplit_weights, self.rows_of_tokens = ops.Reshape(), ops.Reshape()
-        self.row_weights, self.weight_column, self.weigh_row = ops.Reshape(), ops.ExpandDims(), ops.Mul()
+        self.row_weights = ops.Reshape()
         self.weight_to_dtype, self.sums = ops.Cast(), ops.Identity()
         self.first_place, self.clip, self.slot = ops.Mul(), ops.Minimum(), ops.Add()
         self.collect, self.to_weight, self.expand = ops.Gather(1), ops.Cast(), ops.ExpandDims()
@@ -226,9 +225,8 @@ class MoE(nn.Cell, CountingCell, ExpertCell):
         order, tokens, experts, away, rows, counts = self.order(keys, experts, one_hot)
         places = self.rows_of_tokens(rows, keys.shape)
         y = self.experts(self.by_expert(x, tokens, places), counts, experts, away)  # (R, D)
-        weights = self.weights_by_expert(self.row_weights(weights, (-1,)), order, rows)
-        weights = self.weight_column(self.weight_to_dtype(weights, self.dtype), 1)
-        return self.sums(self.by_token(self.weigh_row(y, weights), tokens, places))
+        weights = self.weight_to_dtype(self.row_weights(weights, (-1,)), self.dtype)
+        return self.sums(self.by_token(y, weights, order, tokens, places))
 
     def through_slots(self, x, chosen, place, owners, sizes):
         """Results of the choices of rows (N, D), (G, k*L, D): each expert computes `capacity` rows of each group."""

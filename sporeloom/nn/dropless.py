@@ -206,7 +206,7 @@ class RowsOfTokens(nn.Cell):
 
 
 class SumsOfTokens(nn.Cell):
-    """The transpose of `RowsOfTokens`, of weighted rows: (R, D), weights of choices (R,), choices and tokens of rows (R,), rows
+    """The transpose of `RowsOfTokens`, of weighted rows: (R, D), weights of choices, choices and tokens of rows (R,), rows
     (P, N, m) -> (N, D)."""
 
     def __init__(self):

@@ -10,6 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
+SHARE_OF_ROWS = "share_of_rows"
+"""Attribute of a product of groups whose rows each rank sorts, those of the groups that it has in front: the part of the rows
+that belongs to these groups, in the mean over ranks."""
 
 
 def grouped_product(x: Array, weight: Array, counts: Array) -> Array:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from sporeloom.core.grouped_product import SHARE_OF_ROWS
 from sporeloom.dry_run.rank_report import Collective
 from sporeloom.partition.graph import Graph, Name, Node, TensorType
 from sporeloom.partition.grid import DeviceGrid
@@ -153,7 +154,7 @@ def product_flops(node: Node, types: Mapping[Name, TensorType]) -> int:
     """FLOPs of a matrix product or convolution."""
     (out, *_) = (type.shape for type in node.types if type is not None)
     first, second = (types[name].shape if name in types else () for name in list(node.flat_inputs())[:2])
-    return 2 * PRODUCTS[node.kind](out, first, second)
+    return round(2 * PRODUCTS[node.kind](out, first, second) * node.attributes.get(SHARE_OF_ROWS, 1.0))
 
 
 def attention_flops(kind: str, query: Shape, keys: Shape) -> int:

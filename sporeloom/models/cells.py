@@ -27,8 +27,12 @@ class ExpertCell:
 
     sorts_rows: bool = True
     """Whether experts without a capacity limit compute their own rows alone. Else each has capacity for all tokens: so it
-    is where experts are sharded, whose rows are exchanged in equal parts, and in inference, where the shapes of products, and
-    so the bits of an answer, must not depend on the other texts of a batch."""
+    is in inference, where the shapes of products, and so the bits of an answer, must not depend on the other texts of a
+    batch, and where `Strategy.sorts_expert_rows` says so."""
+
+    def shard_over(self, parts: int) -> None:
+        """Let each of so many parts of the experts, which ranks have, compute the rows of its own."""
+        raise NotImplementedError
 
 
 class HeadCopier:

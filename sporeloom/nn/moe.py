@@ -19,7 +19,16 @@ from sporeloom.models.cells import CountingCell, ExpertCell
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.parts.spec import ParameterSpecs
 from sporeloom.nn.dispatch import AssignedExperts, CombineWeights, DispatchIndices
-from sporeloom.nn.dropless import GroupedProduct, OfRows, Permute, SortedRows, has_fast_product
+from sporeloom.nn.dropless import (
+    GroupedProduct,
+    OfRows,
+    OwnChoices,
+    RowsOfTokens,
+    SortedRows,
+    SumsOfTokens,
+    WithoutOthersRows,
+    has_fast_product,
+)
 from sporeloom.nn.dropout import Dropout
 from sporeloom.nn.linear import MAX_KERNEL_ROWS
 from sporeloom.nn.mlp import ACTIVATIONS, build_mlp
@@ -40,7 +49,8 @@ def _numbers_alike(count, number):
 
 class ExpertLinear(nn.Cell):
     """y = x W^T + b for each expert, with W (E, out, in) and b (E, 1, out): rows (E, R, in) -> (E, R, out); or sorted rows
-    (R, in) -> (R, out), with the number of each expert's, (E,), and the expert of each, (R,)."""
+    (R, in) -> (R, out), with the number of each expert's, (E,), the expert of each, (R,), and whether that is of another
+    rank."""
 
     def __init__(self, specs: ParameterSpecs, dtype: mstype.Type):
         super().__init__()
@@ -51,13 +61,16 @@ class ExpertLinear(nn.Cell):
         if self.has_bias:
             self.bias = declared_parameter(specs["bias"])
             self.bias_add, self.of_rows, self.row_bias_add = ops.Add(), OfRows(), ops.Add()
+            self.own = WithoutOthersRows()
 
-    def construct(self, x, counts=None, experts=None):
+    def construct(self, x, counts=None, experts=None, away=None):
         if counts is not None:
             y = self.grouped(x, self.cast(self.weight, self.dtype), counts)
             if self.has_bias:
                 bias = self.of_rows(self.bias, experts, self.dtype)
                 y = self.row_bias_add(y, bias)
+                if away is not None:  # rows of others have no part in the gradient of the bias
+                    y = self.own(y, away)
             return y
         y = self.matmul(x, self.cast(self.weight, self.dtype))
         if self.has_bias:
@@ -81,13 +94,17 @@ class ExpertMLPs(nn.Cell):
             self.gate_mul = ops.Mul()
         self.activation = ACTIVATIONS[config.activation]()
         self.down = ExpertLinear(specs.within("down"), dtype)
+        self.own_input, self.own_output = WithoutOthersRows(), WithoutOthersRows()
 
-    def construct(self, x, counts=None, experts=None):
-        of_rows = () if counts is None else (counts, experts)
+    def construct(self, x, counts=None, experts=None, away=None):
+        of_rows = () if counts is None else (counts, experts, away)
+        if away is not None:
+            x = self.own_input(x, away)
         y = self.activation(self.gate(x, *of_rows) if self.is_gated else self.up(x, *of_rows))
         if self.is_gated:
             y = self.gate_mul(y, self.up(x, *of_rows))
-        return self.down(y, *of_rows)
+        y = self.down(y, *of_rows)
+        return y if away is None or self.down.has_bias else self.own_output(y, away)
 
     def operands(self):
         """Parameters in the order of use, for a kernel."""
@@ -128,8 +145,13 @@ class MoE(nn.Cell, CountingCell, ExpertCell):
         self.to_experts, self.rows = ops.Transpose(), ops.Reshape()
         self.experts = ExpertMLPs(config, specs.within("experts"), dtype)
         self.unrows, self.from_experts, self.merge = ops.Reshape(), ops.Transpose(), ops.Reshape()
-        self.order, self.by_expert, self.by_token = SortedRows(), Permute(), Permute()
-        self.each_row, self.copy, self.flat, self.unflat = ops.ExpandDims(), ops.Tile(), ops.Reshape(), ops.Reshape()
+        self.own = OwnChoices(experts.num_experts, self.chosen, experts.router == "grouped")
+        self.order = SortedRows(experts.num_experts)
+        self.by_expert, self.by_token = RowsOfTokens(), SumsOfTokens()
+        self.token_choices, self.split_weights, self.token_weights = ops.Reshape(), ops.Reshape(), ops.Transpose()
+        self.unsplit_weights, self.rows_of_tokens = ops.Reshape(), ops.Reshape()
+        self.row_weights = ops.Reshape()
+        self.weight_to_dtype, self.sums = ops.Cast(), ops.Identity()
         self.first_place, self.clip, self.slot = ops.Mul(), ops.Minimum(), ops.Add()
         self.collect, self.to_weight, self.expand = ops.Gather(1), ops.Cast(), ops.ExpandDims()
         self.to_dtype, self.weigh, self.by_choice, self.add_up = ops.Cast(), ops.Mul(), ops.Reshape(), ops.ReduceSum()
@@ -171,7 +193,7 @@ class MoE(nn.Cell, CountingCell, ExpertCell):
         chosen, of_all, one_hot = self.assigned(choices, is_choice)
         place, owners = None, None
         is_compiled = self.has_kernel and count * length <= MAX_KERNEL_ROWS
-        is_sorted = self.sorts_rows and capacity >= length and self.sorts(count * length)
+        is_sorted = capacity >= length and self.sorts(count * length)
         if is_compiled or is_sorted:
             kept = _ones(count, self.chosen * length) if is_choice is None else is_choice
         else:
@@ -185,11 +207,12 @@ class MoE(nn.Cell, CountingCell, ExpertCell):
             losses = counted if losses is None else self.counts_add(losses, counted)
         if is_compiled:
             y = self.kernel(a, chosen, *self.experts.operands(), self.plan)
+            y = self.combine(y, weights, (count, length))
         elif is_sorted:
-            y = self.through_sorted(a, chosen, of_all, (count, length))
+            y = self.through_sorted(a, choices, weights, of_all)
         else:
             y = self.through_slots(a, chosen, place, owners, (count, length, capacity))
-        y = self.combine(y, weights, (count, length))
+            y = self.combine(y, weights, (count, length))
         if self.has_shared:
             y = self.shared_add(y, self.shared(a, dropout_keys))
         return self.dropout(y, dropout_keys), losses
@@ -199,19 +222,29 @@ class MoE(nn.Cell, CountingCell, ExpertCell):
         is_choice = self.each_choice(self.expand_tokens(is_token, 1), _ones(self.chosen, 1))  # (G, k, L)
         return self.in_order(is_choice, (groups, self.chosen * length))
 
+    def shard_over(self, parts):
+        """Let each of so many parts of the experts compute the rows of its own."""
+        share = self.own.shard_over(parts)
+        for _, cell in self.experts.cells_and_names():
+            if isinstance(cell, GroupedProduct):
+                cell.of_share(share)
+
     def sorts(self, num_tokens):
         """Whether there is a product of groups that is faster for so many tokens."""
-        return has_fast_product(self.experts.up.grouped.operator_on_cpu, num_tokens)
+        return self.sorts_rows and has_fast_product(self.experts.up.grouped.operator_on_cpu, num_tokens)
 
-    def through_sorted(self, x, chosen, one_hot, sizes):
-        """Results of the choices of rows (N, D), (G, k*L, D): each expert computes its own rows."""
-        groups, length = sizes
-        d = self.hidden_size
-        order, rows, experts, counts = self.order(chosen, one_hot)
-        y = self.each_row(self.by_group(x, (groups, length, d)), 1)  # (G, 1, L, D)
-        y = self.flat(self.copy(y, (1, self.chosen, 1, 1)), (groups * self.chosen * length, d))  # (R, D)
-        y = self.by_token(self.experts(self.by_expert(y, order, rows), counts, experts), rows, order)
-        return self.unflat(y, (groups, self.chosen * length, d))
+    def through_sorted(self, x, choices, weights, one_hot):
+        """Sums of the results of each row's choices, weighted, (N, D) -> (N, D): each expert computes its own rows."""
+        groups, length, chosen = choices.shape
+        choices = self.token_choices(choices, (groups * length, chosen))  # (G, L, k) -> (N, k)
+        weights = self.token_weights(self.split_weights(weights, (groups, chosen, length)), (0, 2, 1))  # (G, L, k)
+        weights = self.unsplit_weights(weights, (groups * length, chosen))
+        keys, experts, weights = self.own(choices, weights)  # (P, N, m)
+        order, tokens, experts, away, rows, counts = self.order(keys, experts, one_hot)
+        places = self.rows_of_tokens(rows, keys.shape)
+        y = self.experts(self.by_expert(x, tokens, places), counts, experts, away)  # (R, D)
+        weights = self.weight_to_dtype(self.row_weights(weights, (-1,)), self.dtype)
+        return self.sums(self.by_token(y, weights, order, tokens, places))
 
     def through_slots(self, x, chosen, place, owners, sizes):
         """Results of the choices of rows (N, D), (G, k*L, D): each expert computes `capacity` rows of each group."""

@@ -88,7 +88,9 @@ class OperandLayouts(Resharding):
         for name, dims in self.pinned_inputs(node).items():
             value = self.values[name]
             assert value.type is not None
-            target = ValueLayout(fitted(by_microbatch(dims, value), value.type.shape, self.grid))
+            target = ValueLayout(
+                fitted(by_microbatch(dims, value), value.type.shape, self.grid), self.kept_sums(node, name)
+            )
             if value.is_parameter or self.is_resharded(name):
                 own[name] = replace(self.operand(name), layout=target)
             elif value.layout is not None and not value.is_constant:
@@ -137,8 +139,11 @@ class OperandLayouts(Resharding):
         said = (*(pin.outputs or ()), *(None for _ in node.types))
         outputs = [None if type is None else layout for type, layout in zip(node.types, said, strict=False)]
         op = self.operation(node)
+        sums = self.kept_sums(node, next(node.flat_inputs()))
         inputs = tuple(
-            ValueLayout(wanted[name]) if isinstance(name, str) and name in wanted else whole(operand)
+            ValueLayout(wanted[name], self.kept_sums(node, name))
+            if isinstance(name, str) and name in wanted
+            else whole(operand)
             for name, operand in zip(node.inputs, op.operands, strict=True)
         )
         shapes = [
@@ -150,7 +155,16 @@ class OperandLayouts(Resharding):
                 raise PartitionError(
                     f"{pin.source}: {node.path}: shape {type.shape} cannot be sharded by {show(dims or ())}"
                 )
-        return Plan(inputs, tuple(None if dims is None else ValueLayout(dims) for dims in outputs))
+        return Plan(inputs, tuple(None if dims is None else ValueLayout(dims, sums) for dims in outputs))
+
+    def kept_sums(self, node: Node, name: Name) -> frozenset[str]:
+        """Axes of a partial sum of an input that stay pending although a rule gives its layout: of values that each rank
+        gathers from its own, which is linear in them."""
+        pin, layout = self.pinned[node.path], self.values[name].layout
+        if not pin.local or node.kind != "Gather" or name != next(node.flat_inputs()) or layout is None:
+            return NONE
+        sharding = frozenset(axis for dims in (*pin.inputs, *(pin.outputs or ())) for dim in dims for axis in dim)
+        return layout.partial - sharding
 
 
 def by_microbatch(dims: Layout, value: Value) -> Layout:

@@ -194,7 +194,8 @@ class _Walk(OperandLayouts):
         if plan.remake:
             self.values[node.outputs[0]].remake = partial(plan.remake, self, inputs)
         pin = self.pinned.get(node.path)
-        for name, type, dims in zip(node.outputs, node.types, (pin and pin.outputs) or (), strict=False):
+        further = pin.outputs if pin and pin.outputs and not pin.local else ()
+        for name, type, dims in zip(node.outputs, node.types, further, strict=False):
             if type is not None and len(type.shape) == len(dims):
                 self.lay_out(name, ValueLayout(fitted(by_microbatch(dims, self.values[name]), type.shape, self.grid)))
 

@@ -271,22 +271,44 @@ def _context_traffic(dims: Dimensions, job: Parallelism, layers: int, again: int
     }
 
 
+def _of_equal_parts(dims: Dimensions, job: Parallelism) -> dict[str, int]:
+    """Bytes of the collectives of a layer of experts with a capacity: an all-to-all there and one back, and a reduction of
+    what tensor parallel ranks have of each row."""
+    computed = dims.experts_per_token * dims.seq_len * job.expert_rows(dims)
+    room = min(dims.seq_len, math.ceil(computed / dims.num_experts))
+    rows = job.num_microbatches * dims.num_experts * room * job.microbatch
+    moved = rows * dims.hidden_size * job.activation_bytes
+    return {"AlltoAll": 2 * (job.ep > 1) * moved, "AllReduce": (job.tp > 1) * moved}
+
+
+def _of_sorted_rows(dims: Dimensions, job: Parallelism) -> dict[str, int]:
+    """Bytes of the collectives of a layer whose experts compute their own rows alone: an all-gather of the tokens, with
+    experts and weights of their choices, a reduce-scatter of their results, and a reduction over tensor parallel ranks, of
+    each row where experts have biases."""
+    ranks, tokens = job.gathers_tokens_of, job.num_microbatches * job.microbatch * dims.seq_len // job.cp
+    features = dims.hidden_size * job.activation_bytes
+    found: dict[str, int] = {}
+    if job.ep > 1 and ranks > 1:
+        found["AllGather"] = ranks * tokens * (features + 8 * dims.experts_per_token)
+        found["ReduceScatter"] = ranks * tokens * (features + 4 * dims.experts_per_token)
+        found["AlltoAll"] = 8 * dims.num_experts * job.num_microbatches * job.microbatch  # numbers of rows
+    if job.tp > 1:
+        added_up = tokens * job.sorted_rows(dims) if dims.mlp_bias else tokens
+        found["AllReduce"] = added_up * features + tokens * job.sorted_rows(dims) * job.activation_bytes  # and weights
+    return found
+
+
 def _expert_traffic(dims: Dimensions, job: Parallelism, stage: int, again: int) -> Counter[str]:
-    """Collectives of experts: an all-to-all there and one back, and a reduction of what tensor parallel ranks have
-    of each row; all of it mirrored backward, and once more where layers are recomputed. And the few values that
-    the routers' losses and counters sum."""
+    """Collectives of experts: there, back, and over tensor parallel ranks; all of it mirrored backward, and once more where
+    layers are recomputed. And the few values that the routers' losses and counters sum."""
     found: Counter[str] = Counter()
     layers, with_experts = job.stages(dims.num_layers)[stage], job.expert_layers(dims)[stage]
     if not dims.num_experts:
         return found
-    computed = dims.experts_per_token * dims.seq_len * job.expert_rows(dims)
-    room = min(dims.seq_len, math.ceil(computed / dims.num_experts))
-    rows = job.num_microbatches * dims.num_experts * room * job.microbatch
-    moved = with_experts * rows * dims.hidden_size * job.activation_bytes
-    for kind, times in (("AlltoAll", 2 * (job.ep > 1)), ("AllReduce", int(job.tp > 1))):
-        found[f"{kind} forward"] = times * moved
-        found[f"{kind} backward"] = times * moved
-        found[f"{kind} recompute"] = times * moved * again // layers
+    for kind, moved in (_of_sorted_rows if job.computes_own_rows(dims) else _of_equal_parts)(dims, job).items():
+        found[f"{kind} forward"] = with_experts * moved
+        found[f"{kind} backward"] = with_experts * moved
+        found[f"{kind} recompute"] = with_experts * moved * again // layers
     counted, m = 4 * (dims.num_experts + 2), job.num_microbatches
     if job.dp > 1:
         found["AllReduce forward"] += 4 * m * with_experts * dims.router_sums

@@ -62,6 +62,8 @@ class Dimensions(Widths):
     """Number of layers that have experts instead of an MLP."""
     hash_router: bool = False
     """The router has no trained parameters."""
+    grouped_router: bool = False
+    """The router chooses one expert of each of as many groups as a token has experts."""
     router_scale: bool = False
     """The router has a factor for each expert besides its matrix."""
     router_bias: bool = False
@@ -302,6 +304,7 @@ def _of_experts(config: ModelConfig, has_drops: bool) -> dict[str, Any]:
         "expert_ffn_size": config.expert_size,
         "shared_ffn_size": mixture.shared_ffn_hidden_size,
         "hash_router": mixture.router == "hash",
+        "grouped_router": mixture.router == "grouped",
         "router_scale": mixture.router_scale,
         "router_bias": mixture.has_bias,
         "router_sums": mixture.num_sums,

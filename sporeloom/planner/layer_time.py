@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from sporeloom.planner.dimensions import Dimensions
 from sporeloom.planner.memory import head_columns
 from sporeloom.planner.parallelism import Parallelism
-from sporeloom.planner.rates import KERNEL_HEAD, Rates, all_reduce, all_to_all
+from sporeloom.planner.rates import KERNEL_HEAD, Rates, all_reduce, all_to_all, group_bandwidth
 
 SCORE_PASSES = 6.5  # products write and read scores; scale, mask, softmax and dropout pass over them
 NORM_PASSES = 4  # a kernel reads and writes
@@ -88,7 +88,7 @@ def experts_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> LayerTi
 
     A device has its share of the experts for the tokens of all that share them out, so as many rows as its own tokens make;
     products of experts are less efficient than one product of all rows, and each reads its own weights. Rows go to their
-    experts and back: two all-to-alls.
+    experts and back (`_exchange`).
     """
     fitted, share = rates.experts, dims.expert_share
     tokens, h, parts = job.microbatch * dims.seq_len / job.cp, dims.hidden_size, job.parts_of_expert
@@ -97,16 +97,9 @@ def experts_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> LayerTi
     each, width = rows / local, dims.expert_ffn_size / parts
     products = (dims.mlp_matrices - 1) * rates.matmul(each, width, h) + rates.matmul(each, h, width)
     matmul = rates.matmul(tokens, dims.num_experts, h) + local * products / fitted.products
-    passes = fitted.passes * rows * h + (2 * dims.mlp_matrices - 2) * rows * width
-    times = dims.experts_per_token if job.sends_once else 0
-    num_bytes = (
-        rates.width * rows * h / (parts if job.sends_once else 1)
-    )  # and tensor parallel ranks gather what each got
-    stride = job.cp * (job.tp if parts == job.tp else 1)  # ep is a part of dp, the outer axis
-    once = all_to_all(rates.cluster, num_bytes, job.ep, stride, devices=job.devices, copies=times)
-    sent = 2 * once / fitted.all_to_all
-    added_up = tokens if job.sends_once else rows  # a token's experts first, or what the ranks have of each row
-    reduced = all_reduce(rates.width * added_up * h, parts, rates.tp) if parts > 1 else 0.0
+    passed = tokens * job.sorted_rows(dims) if job.computes_own_rows(dims) else rows
+    passes = fitted.passes * passed * h + (2 * dims.mlp_matrices - 2) * passed * width
+    sent, reduced = _exchange(dims, job, rates, tokens, rows)
     return LayerTime(
         matmul=share * matmul,
         attention=0.0,
@@ -115,6 +108,29 @@ def experts_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> LayerTi
         tensor_parallel=share * reduced,
         expert_parallel=share * sent,
     )
+
+
+def _exchange(dims: Dimensions, job: Parallelism, rates: Rates, tokens: float, rows: float) -> tuple[float, float]:
+    """Seconds in which rows go to their experts and back, and in which what tensor parallel ranks have is added up.
+
+    Without a capacity limit an all-gather of the tokens and a reduce-scatter of their results, added up once a token (once a
+    row, if experts have biases); else two all-to-alls of rows.
+    """
+    h, parts, width = dims.hidden_size, job.parts_of_expert, rates.width
+    if job.computes_own_rows(dims):
+        ranks, added_up = job.gathers_tokens_of, tokens
+        ring = group_bandwidth(rates.cluster, ranks, job.cp * job.tp, job.devices)
+        sent = all_reduce(width * ranks * tokens * h, ranks, ring)  # both together
+        if dims.mlp_bias:
+            added_up = tokens * job.sorted_rows(dims)
+        return sent, all_reduce(width * added_up * h, job.tp, rates.tp)
+    times = dims.experts_per_token if job.sends_once else 0
+    num_bytes = width * rows * h / (parts if job.sends_once else 1)  # and tensor parallel ranks gather what each got
+    stride = job.cp * (job.tp if parts == job.tp else 1)  # ep is a part of dp, the outer axis
+    once = all_to_all(rates.cluster, num_bytes, job.ep, stride, devices=job.devices, copies=times)
+    added_up = tokens if job.sends_once else rows  # a token's experts first, or what the ranks have of each row
+    reduced = all_reduce(width * added_up * h, parts, rates.tp) if parts > 1 else 0.0
+    return 2 * once / rates.experts.all_to_all, reduced
 
 
 def attention_core(dims: Dimensions, job: Parallelism, rates: Rates) -> float:

@@ -143,6 +143,8 @@ def expert_activations(dims: Dimensions, job: Parallelism) -> float:
     tokens, width = job.tokens(dims.seq_len), job.activation_bytes
     rows = dims.expert_share * tokens * dims.experts_per_token * job.expert_rows(dims)
     spread = job.tp if job.parts_of_expert < job.tp else 1  # tp ranks that send a part each
+    if job.computes_own_rows(dims):
+        rows, spread = dims.expert_share * tokens * job.sorted_rows(dims), 1
     by_parts = dims.products is not None and dims.products.layer is not None
     between = (
         mlp.work(dims, dims.expert_ffn_size).kept.narrow if by_parts else mlp.kept_features(dims, dims.expert_ffn_size)

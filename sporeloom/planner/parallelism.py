@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from sporeloom.models.parts.experts import choices_of_part
 from sporeloom.planner.dimensions import Dimensions
 from sporeloom.strategy.axes import AXES, BY_NAME, ROWS
 from sporeloom.strategy.config import Order, stage_of_part
@@ -99,11 +100,27 @@ class Parallelism:
     replicas are reduced after the last pass, and a stage sends without waiting. Else as in the engines of published
     runs, which add up in the products' kernels and reduce while the last backward pass runs."""
 
+    def computes_own_rows(self, dims: Dimensions) -> bool:
+        """Whether experts have no capacity limit and compute their own rows alone (see `Strategy.sorts_expert_rows`)."""
+        return dims.dropless and self.own_graphs and self.sorts_rows and (self.ep == 1 or self.cp == 1)
+
     def expert_rows(self, dims: Dimensions) -> float:
-        """Computed rows per row that experts get: E / k without a capacity limit, if ranks exchange rows or do not sort them,
-        as each expert then has capacity for all tokens."""
-        has_all = dims.dropless and self.own_graphs and (self.ep > 1 or not self.sorts_rows)
+        """Computed rows per row that experts get: E / k without a capacity limit, if ranks do not sort rows, as each expert
+        then has capacity for all tokens."""
+        has_all = dims.dropless and self.own_graphs and not self.computes_own_rows(dims)
         return dims.num_experts / dims.experts_per_token if has_all else dims.expert_rows
+
+    @property
+    def gathers_tokens_of(self) -> int:
+        """Number of ranks whose tokens each gathers, where experts are sharded and compute their own rows alone."""
+        return min(self.ep, self.dp)
+
+    def sorted_rows(self, dims: Dimensions) -> int:
+        """Rows that a rank has for each of its tokens where experts compute their own rows alone: for each token of its
+        expert-parallel group as many as may be of its experts, of which it multiplies k / ep."""
+        return self.gathers_tokens_of * choices_of_part(
+            dims.num_experts, dims.experts_per_token, self.ep, dims.grouped_router
+        )
 
     @property
     def mesh(self) -> Mesh:

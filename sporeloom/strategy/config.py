@@ -194,8 +194,10 @@ class Strategy:
     @property
     def sorts_expert_rows(self) -> bool:
         """Whether experts without a capacity limit compute their own rows alone in training, where the device has products
-        of groups: not where ranks exchange rows in equal parts, nor under MindSpore's partitioner, which shards by shapes."""
-        return self.mesh.ep == 1 and (self.is_spmd or self.mesh.size == 1)
+        of groups: not with expert and context parallelism, as tokens would be gathered over both, nor under MindSpore's
+        partitioner, which shards by shapes."""
+        mesh = self.mesh
+        return (mesh.ep == 1 or mesh.cp == 1) and (self.is_spmd or mesh.size == 1)
 
     def graph_problems(self) -> list[str]:
         """List why dry runs and certificates, which read this package's own graphs, cannot describe this strategy."""

@@ -32,6 +32,7 @@ STRATEGIES = {
     "optimizer_parallel: {axis: dp, shard_accumulated_gradients: true}\n",
     "dp4_zero3_accumulate": "mesh: {dp: 4}\noptimizer_parallel: {axis: dp, reshard_after_forward: true}\n",
     "ep2_tp2": "mesh: {ep: 2, tp: 2}\n",
+    "ep2_tp2_dropless": "mesh: {dp: 4, ep: 2, tp: 2}\nrecompute: {layers: all}\n",
     "pp2_ep2": "mesh: {pp: 2, ep: 2}\npipeline: {num_microbatches: 2}\n",
     "dp4_ep2_zero": "mesh: {dp: 4, ep: 2}\noptimizer_parallel: {axis: dp}\n",
     "dp2_cp2_ulysses": "mesh: {dp: 2, cp: 2}\ncontext_parallel: ulysses\noptimizer_parallel: {axis: dp}\n",
@@ -98,6 +99,7 @@ OWN_STAGES = ("pp2_dp2_zero_own_schedule",)
             if "ep2" not in name and name not in ("dp2_cp2_tp2", "dp8_tp3")
         ),
         *((*model, name) for model, name in OTHER_MODELS.items()),
+        ("pangu", "pro_moe_tiny", "ep2_tp2_dropless"),
         ("palm", "tiny", "dp8_tp3"),  # as PaLM's 12
         ("codegeex", "tiny", "dp4_zero2_accumulate"),  # with its top query layer
     ],
@@ -115,6 +117,8 @@ def test_graphs_hold_what_is_implied_and_send_no_more(family, size, name, write)
         given["dropout_rate"] = 0.0
     if "tp3" in name:
         given |= OF_THREE
+    if "dropless" in name:
+        given["experts"] = {**size_config(family, size).to_dict()["experts"], "capacity_factor": None}
     rules = RULES.replace("decoder", "experts") if "ep2" in name else RULES
     path, model = write(f"{name}.yaml", rules + STRATEGIES[name]), write("model.json", json.dumps(given))
     accumulate = 2 if "accumulate" in name else 1

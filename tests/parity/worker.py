@@ -91,6 +91,8 @@ MODELS = {
     "latent_indexer": ("pangu", "ultra_moe_tiny", {"experts": None, "indexer": TRAINED_INDEXER}),
     "two_moe_indexer": ("pangu", "2_tiny", {"experts": SIGMOID, **OPENPANGU_2, "indexer": TRAINED_INDEXER}),
     "dropless": ("pangu", "tiny", {"experts": DROPLESS}),
+    "moge_dropless": ("pangu", "embedded_tiny", {"experts": {**EXPERTS, **MOGE, "capacity_factor": None}}),
+    "hash_dropless": ("pangu", "tiny", {"experts": {**SIGMA, "capacity_factor": None}}),
     "latent_moe": ("pangu", "ultra_moe_tiny", {"experts": GROUPS}),
     "sigma": ("pangu", "tiny", {"experts": SIGMA}),
 }

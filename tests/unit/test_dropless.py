@@ -16,8 +16,10 @@ from sporeloom.models.cells import ExpertCell
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import family_module, size_config
 from sporeloom.models.parameters import decoder_specs
+from sporeloom.models.parts.experts import choices_of_part
+from sporeloom.nn import dropless
 from sporeloom.nn.dropless import GroupedProduct
-from sporeloom.nn.moe import ExpertLinear, MoE
+from sporeloom.nn.moe import ExpertLinear, ExpertMLPs, MoE
 from sporeloom.parallel.parallelize import parallelize
 from sporeloom.planner.cluster import Cluster
 from sporeloom.planner.dimensions import of_decoder
@@ -171,6 +173,60 @@ def test_products_of_groups_of_which_some_are_empty():
         grouped_product(x[:7], w, counts)
 
 
+class OwnRows(nn.Cell):
+    """Experts whose last rows are other ranks'; results of these are 0."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.experts = ExpertMLPs(config, decoder_specs(config).within(f"{config.layers[0]}.mlp.experts"), ms.float32)
+
+    def construct(self, x, counts, experts, away):
+        y = self.experts(x, counts, experts, away)
+        return ops.ReduceSum()(ops.square(y)), y
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_undefined_rows_of_other_ranks_have_no_part_in_results_and_gradients(gated, monkeypatch):
+    def with_undefined_rows(x, weight, counts):
+        y = grouped_product(x, weight, counts)
+        y[int(counts.sum()) :] = np.nan
+        return y
+
+    monkeypatch.setattr(dropless, "grouped_product", with_undefined_rows)
+    layer = layer_of({"num_experts": 3, "experts_per_token": 1}, gated)
+    net, rng = OwnRows(layer.config), np.random.default_rng(5)
+    for number, parameter in enumerate(net.get_parameters()):
+        parameter.set_data(Tensor(np.random.default_rng(number).normal(0, 0.3, parameter.shape).astype(np.float32)))
+    x, counts = rng.normal(size=(10, WIDTH)).astype(np.float32), np.array([3, 0, 4])
+    experts, weights = np.array([0, 0, 0, 2, 2, 2, 2, 1, 1, 0], np.int32), ms.ParameterTuple(net.trainable_params())
+
+    def results(rows):
+        inputs = (x[:rows], counts, experts[:rows], np.arange(rows) >= 7)
+        (_, y), (of_x, of_weights) = ms.value_and_grad(net, 0, weights, has_aux=True)(*map(Tensor, inputs))
+        return [each.asnumpy() for each in (y, of_x, *of_weights)]
+
+    found, expected = results(10), results(7)
+    for one, other in zip(found[:2], expected[:2], strict=True):
+        np.testing.assert_allclose(one[:7], other, rtol=1e-4, atol=1e-5)
+        assert not one[7:].any()
+    for one, other in zip(found[2:], expected[2:], strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("is_grouped", [True, False])
+@pytest.mark.parametrize(("experts", "chosen"), [(8, 2), (12, 3), (12, 4), (12, 6)])
+def test_no_more_choices_of_a_token_are_of_a_rank_than_it_has_rows_for(experts, chosen, is_grouped):
+    rng, group = np.random.default_rng(0), experts // chosen
+    for parts in (n for n in range(1, experts + 1) if experts % n == 0):
+        most = 0
+        for _ in range(2000):
+            drawn = (
+                np.arange(chosen) * group + rng.integers(0, group, chosen) if is_grouped else rng.permutation(experts)
+            )
+            most = max(most, np.bincount(drawn[:chosen] // (experts // parts)).max())
+        assert most == choices_of_part(experts, chosen, parts, is_grouped)
+
+
 class Products(nn.Cell):
     def __init__(self, linear):
         super().__init__()
@@ -201,7 +257,8 @@ def test_sorted_rows_are_multiplied_with_the_matrices_of_their_experts():
     [
         ({}, "spmd", True),
         ({"dp": 2, "tp": 2}, "spmd", True),
-        ({"dp": 2, "ep": 2}, "spmd", False),
+        ({"dp": 2, "ep": 2}, "spmd", True),
+        ({"dp": 2, "ep": 2, "cp": 2}, "spmd", False),
         ({"dp": 2}, "mindspore", False),
     ],
 )
@@ -227,3 +284,27 @@ def test_plans_count_the_rows_that_devices_compute(chip, rows):
     dims = of_decoder(config)
     option = evaluate(dims, Parallelism(own_graphs=True, dp=2), Cluster.of_chip(chip))
     assert option.job.expert_rows(dims) == rows
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rows", "kept"),
+    [
+        ({"dp": 4, "ep": 2}, 1.0, 4),  # 2 choices of the tokens of 2 ranks
+        ({"dp": 8, "ep": 8}, 1.0, 8),  # one expert a rank, so one choice of a token
+        ({"dp": 2, "ep": 4, "tp": 2, "expert_tp": 1}, 1.0, 4),  # tokens of 2 ranks: those of tp have the same
+        ({"dp": 2, "ep": 2, "cp": 2}, 4.0, None),
+    ],
+)
+def test_plans_count_the_rows_of_ranks_that_gather_tokens(mesh, rows, kept):
+    config = size_config("pangu", "gshard_tiny")
+    config = dataclasses.replace(
+        config, experts=dataclasses.replace(config.experts, num_experts=8, experts_per_token=2, capacity_factor=None)
+    )
+    dims, job = of_decoder(config), Parallelism(own_graphs=True, **mesh)
+    assert job.expert_rows(dims) == rows
+    assert job.computes_own_rows(dims) == (kept is not None)
+    if kept is not None:
+        assert job.sorted_rows(dims) == kept
+        before = evaluate(dims, dataclasses.replace(job, sorts_rows=False), Cluster.of_chip("ascend910b"))
+        option = evaluate(dims, job, Cluster.of_chip("ascend910b"))
+        assert option.seconds < before.seconds and option.peak_bytes <= before.peak_bytes

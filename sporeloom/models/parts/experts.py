@@ -154,6 +154,16 @@ class ExpertConfig:
         return self.num_experts + 1 + (self.router != "hash") + losses
 
 
+def choices_of_part(num_experts: int, chosen: int, parts: int, is_grouped: bool) -> int:
+    """Largest number of a token's choices that can be of one of so many equal parts of the experts. A grouped router chooses
+    one of each of `chosen` groups."""
+    local, group = num_experts // parts, num_experts // chosen
+    most = min(chosen, local)
+    if is_grouped:
+        most = min(most, max(-(-(part + 1) * local // group) - part * local // group for part in range(parts)))
+    return most
+
+
 def router_parameters(hidden_size: int, num_experts: int, is_hashed: bool, has_bias: bool, has_scale: bool) -> Specs:
     if not is_hashed:
         yield ParameterSpec("mlp.router.weight", (num_experts, hidden_size), MATRIX, "matrix")

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from sporeloom.partition.layout import NONE, ValueLayout
 from sporeloom.partition.operation import Handler, Operand, Operation, Plan
 from sporeloom.strategy.layout import Dim, Layout, Shape
@@ -36,7 +38,7 @@ BINARY = (
     *("Equal", "NotEqual", "Greater", "GreaterEqual", "Less", "LessEqual", "LogicalAnd", "LogicalOr", "LogicalXor"),
     *("Maximum", "Minimum", "Pow", "FloorDiv", "FloorMod", "Mod", "TruncateDiv", "TruncateMod", "Atan2", "Xdivy"),
     *("Xlogy", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "SquaredDifference", "Hypot", "DivNoNan", "Remainder"),
-    *("Select", "ClampTensor", "MaskedFill", "Lerp", "LerpScalar", "Addcmul", "Addcdiv", "DivMod", "DivMods"),
+    *("Select", "ClampTensor", "Lerp", "LerpScalar", "Addcmul", "Addcdiv", "DivMod", "DivMods"),
     *("BitwiseAndTensor", "BitwiseOrTensor", "BitwiseXorTensor"),
 )
 GRADIENTS = (
@@ -116,6 +118,13 @@ def linear_in_first(op: Operation) -> Plan:
     return _linear_in(op, (0,))
 
 
+def masked_fill(op: Operation) -> Plan:
+    """Values with zeros in some positions: linear in the values. Not with other numbers, which each rank would write."""
+    number = op.operands[2]
+    is_zero = isinstance(number, Operand) and number.is_constant and not np.any(number.value)
+    return _linear_in(op, (0,)) if is_zero else aligned(op)
+
+
 def cast(op: Operation) -> Plan:
     """A cast: partial sums stay pending if it widens the type and is marked with `KEEPS_SUMS`."""
     before, after = op.tensor(0).type, op.types[0]
@@ -144,6 +153,7 @@ def added_up(op: Operation) -> Plan:
 
 HANDLERS: dict[str, Handler] = {
     "Cast": cast,
+    "MaskedFill": masked_fill,
     **dict.fromkeys((*UNARY, *BINARY, *GRADIENTS), aligned),
     **dict.fromkeys(("Add", "Sub", "Neg"), linear_in_all),
     **dict.fromkeys(("Mul", "Muls"), linear_in_one),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+from sporeloom.core.grouped_product import SHARE_OF_ROWS
 from sporeloom.partition.layout import NONE, ValueLayout
 from sporeloom.partition.operation import Handler, Operand, Operation, Plan, UnknownValueError
 from sporeloom.partition.operators.labelled import along
@@ -139,25 +140,34 @@ def grouped_product(op: Operation) -> Plan:
     (K, R) with (R, N) -> (E, K, N).
 
     Rows are sharded by axes over which the rows of each group, (E,), are a partial sum: then they are those that a rank
-    has of each group. The matrices of all groups are on every rank.
+    has of each group. Every rank has the matrices of all groups; or, of an operator marked with `SHARE_OF_ROWS`, those of
+    the groups by whose axes its rows are sharded first: then its rows begin with those of its groups.
     """
     x, w, counts = _only(op, 0), _only(op, 1), op.tensor(COUNTS)
     kind, are_counts = int(op.constant(GROUP_TYPE)), int(op.constant(LIST_TYPE)) == 1
     absent = all(op.constant(i) is None for i in (*range(2, COUNTS), *range(COUNTS + 1, COUNTS + 4)))
     if kind not in (BY_ROWS, BY_SUMMED_ROWS) or not are_counts or not absent:
         raise UnknownValueError(f"{op.kind}: another form than rows grouped by counts")
-    rows = tuple(itertools.takewhile(lambda axis: axis in counts.partial, x.dims[0 if kind == BY_ROWS else 1]))
-    (rows,) = op.fit([rows], (x.shape[0 if kind == BY_ROWS else 1],))
+    dim = 0 if kind == BY_ROWS else 1
+    groups = counts.dims[0] if op.attributes.get(SHARE_OF_ROWS) else ()
+    if x.dims[dim][: len(groups)] != groups:
+        groups = ()
+    further = itertools.takewhile(lambda axis: axis in counts.partial, x.dims[dim][len(groups) :])
+    (rows,) = op.fit([(*groups, *further)], (x.shape[dim],))
     taken = frozenset(rows)
+    of_counts = ValueLayout((groups,), taken - frozenset(groups))
     (n,) = op.fit([_without(w.dims[-1], taken)], (w.shape[-1],), taken)
     inner = _agreed(x.dims[1], w.dims[1]) if kind == BY_ROWS else x.dims[0]
     taken |= set(n)
     (k,) = op.fit([_without(inner, taken)], (w.shape[1] if kind == BY_ROWS else x.shape[0],), taken)
-    of_counts = ValueLayout(((),), frozenset(rows))
     if kind == BY_ROWS:
-        of_x, of_w, output = ValueLayout((rows, k)), ValueLayout(((), k, n)), ValueLayout((rows, n), frozenset(k))
+        of_x, of_w, output = ValueLayout((rows, k)), ValueLayout((groups, k, n)), ValueLayout((rows, n), frozenset(k))
     else:
-        of_x, of_w, output = ValueLayout((k, rows)), ValueLayout((rows, n)), ValueLayout(((), k, n), frozenset(rows))
+        of_x, of_w, output = (
+            ValueLayout((k, rows)),
+            ValueLayout((rows, n)),
+            ValueLayout((groups, k, n), of_counts.partial),
+        )
     wanted: list[Any] = list(op.as_they_are({COUNTS: of_counts}))
     wanted[:2] = (of_x,), (of_w,)
     return Plan(tuple(wanted), (output,))

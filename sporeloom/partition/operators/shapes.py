@@ -106,11 +106,28 @@ def broadcast(op: Operation, index: int = 1) -> Plan:
 
 
 def tile(op: Operation) -> Plan:
-    """Repeat dims: repeated dims are unsharded; the number of repetitions is the same on each rank."""
+    """Repeat dims: repeated dims are unsharded; the number of repetitions is the same on each rank. Ranks that need shards of
+    a dim of size 1 repeat it less often."""
     x, new = op.tensor(0), op.output.shape
     offset = len(new) - len(x.shape)
     dims = tuple(axes if x.shape[dim] == new[offset + dim] else () for dim, axes in enumerate(x.dims))
-    return Plan(op.as_they_are({0: _same_pending(op, dims)}), (_same_pending(op, ((),) * offset + dims),))
+    made = _same_pending(op, ((),) * offset + dims)
+    return Plan(op.as_they_are({0: _same_pending(op, dims)}), (made,), remake=partial(_tiled_less, op, made))
+
+
+def _tiled_less(
+    op: Operation, made: ValueLayout, emit: Emitter, inputs: Sequence[Input], wanted: ValueLayout
+) -> Name | None:
+    old, new = op.tensor(0).shape, op.output.shape
+    ones = (1,) * (len(new) - len(old)) + old
+    differs = [dim for dim, (axes, own) in enumerate(zip(wanted.dims, made.dims, strict=True)) if axes != own]
+    if wanted.partial != made.partial or not differs or any(ones[dim] != 1 for dim in differs):
+        return None
+    local = wanted.local_shape(new, op.grid)
+    times = tuple(n // size if size == 1 else 1 for n, size in zip(local, ones, strict=True))
+    if any(size not in (1, n) for size, n in zip(ones, new, strict=True)):
+        return None
+    return emit.node("Tile", [inputs[0], emit.constant(times)], [TensorType(local, op.output.dtype)])[0]
 
 
 def _joined(op: Operation, items: Sequence[Operand], free: int | None) -> tuple[Layout, frozenset[str]]:

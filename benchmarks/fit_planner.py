@@ -115,7 +115,8 @@ def fit(pairs: list[Pair]) -> tuple[dict[str, Efficiency], Overlap]:
             2 * (np.sqrt(1 + rows**2) - 1)
         )  # soft L1: an outlier costs its size, not its square
         common = (vector[: len(NAMES)] - start[: len(NAMES)]) / WIDE
-        own, overlaps = ((vector[len(NAMES) : -len(OVERLAP)] - base) @ nearness) / spread, (vector[-len(OVERLAP) :] - OVERLAP) / OVERLAP_SPREAD
+        own = ((vector[len(NAMES) : -len(OVERLAP)] - base) @ nearness) / spread
+        overlaps = (vector[-len(OVERLAP) :] - OVERLAP) / OVERLAP_SPREAD
         return np.concatenate([rows, common, own, overlaps])
 
     return unpack(least_squares(residuals, start, max_nfev=60, x_scale=0.1).x)

@@ -43,6 +43,8 @@ PERFORMANCE = ("tflops_per_device", "mfu_pct", "hfu_pct")
 SPEEDS = ("tps_dev", "tok_s", "derived_tps_dev", "derived_tok_s")
 """The same, in notes."""
 ZERO = {"": 0, "dist-opt": 1, "FSDP": 3, "ms-opt-parallel": 3}
+JEAN_ZAY_GB_PER_S = 50.0
+"""Network of a node of 8 A100 of Jean Zay: 4 Omni-Path links of 100 Gb/s (model card of BLOOM)."""
 MEGATRON = re.compile(r"Megatron-Bridge|NeMo-Framework-Launcher")
 """Sources whose recipes are public beside the figures: sequences are sharded wherever tensors are; in fp8, on Hopper,
 attention is cuDNN's, collectives of tensor parallel run over user buffers while products are computed, and interleaved
@@ -161,8 +163,11 @@ def _cluster(row: dict[str, str]) -> Cluster:
         raise UnpredictableError(f"chip {row['chip']}: no data sheet is known")
     if row["mem_gb"]:
         cluster = dataclasses.replace(cluster, memory_gb=_number(row["mem_gb"]))
-    if network := re.search(r"IB (\d+) Gb/s|(\d+) Gbps between nodes", row["note"]):  # of a whole node
-        per_node = float(network[1] or network[2]) / 8
+    network = re.search(r"IB (\d+) Gb/s|(\d+) Gbps between nodes", row["note"])  # of a whole node
+    per_node = float(network[1] or network[2]) / 8 if network else 0.0
+    if row["source"].startswith("bigscience"):
+        per_node = JEAN_ZAY_GB_PER_S
+    if per_node:
         cluster = dataclasses.replace(cluster, inter_node_gb_per_s=per_node / cluster.devices_per_node)
     return cluster
 

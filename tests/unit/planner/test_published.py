@@ -5,7 +5,7 @@ import pytest
 from conftest import ROOT, shared
 
 from sporeloom.core.errors import ConfigError
-from sporeloom.planner.published import UnpredictableError, describe, measured, read_rows
+from sporeloom.planner.published import CUDNN_SPEED, UnpredictableError, describe, measured, read_rows
 from sporeloom.planner.validate import predict, validate
 
 MEASURED = ("iter_s", "tflops_per_device", "mfu_pct", "hfu_pct")
@@ -112,3 +112,26 @@ def test_a_measured_time_beyond_the_chips_peak_is_set_aside(rows, tmp_path):
         writer.writeheader()
         writer.writerow({**row, "iter_s": "1.0"})
     assert validate(path)["not_predicted"] == {"measured faster than the chip's peak": 1}
+
+
+def row_named(rows, name):
+    return next(row for row in rows if row["id"] == name)
+
+
+def test_recipes_of_megatron_shard_sequences_and_overlap_in_fp8(rows):
+    job = describe(row_named(rows, "bridge_2509_llama3_70b")).job
+    assert job.sequence_parallel and job.overlaps_tensor_parallel and job.overlaps_sends
+    assert job.attention_speed == CUDNN_SPEED > 1
+    vanilla, sliced = (describe(row_named(rows, f"titan_atp_70b_{kind}")).job for kind in ("vanilla", "async"))
+    assert sliced.overlaps_tensor_parallel and not vanilla.overlaps_tensor_parallel
+    assert vanilla.attention_speed == sliced.attention_speed == 1.0
+
+
+def test_jean_zay_has_its_published_network(rows):
+    run = describe(row_named(rows, "bloom_pre_079"))
+    assert run.cluster.inter_node_gb_per_s * run.cluster.devices_per_node == 4 * 100 / 8
+
+
+def test_interleaved_stages_of_uneven_layers_have_two_parts(rows):
+    plain, interleaved = (describe(row_named(rows, f"titan_405b_{kind}")).job for kind in ("1f1b", "interleaved"))
+    assert (plain.virtual_stages, interleaved.virtual_stages) == (1, 2)

@@ -14,8 +14,12 @@ from sporeloom.planner.parallelism import Parallelism
 from sporeloom.planner.rates import KERNEL_HEAD, Rates, all_reduce, all_to_all
 
 SCORE_PASSES = 6.5  # products write and read scores; scale, mask, softmax and dropout pass over them
-TP_OVERLAP = 0.5  # of tensor parallel collectives is hidden: torchtitan's runs with AsyncTP and without differ by 0.3 to 0.5
-QUANTIZE_PASSES = 2  # of a product's input: read in 2 bytes, written in 1 as it is and transposed; so the gradient of its output
+TP_OVERLAP = (
+    0.5  # of tensor parallel collectives is hidden: torchtitan's runs with AsyncTP and without differ by 0.3 to 0.5
+)
+QUANTIZE_PASSES = (
+    2  # of a product's input: read in 2 bytes, written in 1 as it is and transposed; so the gradient of its output
+)
 NORM_PASSES = 4  # a kernel reads and writes
 OWN_RMS_PASSES = {"fp32": 6, "fp16": 9, "bf16": 9, "fp8": 9}  # operators square, scale and weigh, in float32
 OWN_SCORE_PASSES, OWN_DROPOUT_PASSES = 8.5, 2.5  # softmax in float32 writes probabilities in both types
@@ -57,6 +61,8 @@ def layer_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> LayerTime
     tokens, tp, h, q = job.microbatch * dims.seq_len / job.cp, job.tp, dims.hidden_size, dims.query_size
     kv_parts = math.gcd(tp, dims.kv_heads)
     matmul = rates.matmul(tokens, q / tp + 2 * dims.kv_size / kv_parts, h) + rates.matmul(tokens, h, q / tp)
+    if dims.attention_matrices and dims.products is None:  # latent attention of published runs has smaller ones
+        matmul *= dims.attention_matrices / (2 * h * (q + dims.kv_size))
     ffn = dims.always_used_ffn
     matmul += (dims.mlp_matrices - 1) * rates.matmul(tokens, ffn / tp, h) + rates.matmul(tokens, h, ffn / tp)
     attention = 4 * tokens * dims.seq_len * q / tp / rates.attention_flops

@@ -297,7 +297,7 @@ def test_time_adds_up_and_answers_to_what_it_should():
 
 def test_products_in_fp8_quantize_their_inputs_and_the_head_stays_in_bf16():
     """The efficiencies of one chip are given, so that twice the speed is twice the speed."""
-    shares = {name: 0.5 for name in ("matmul", "attention", "memory", "intra_node", "inter_node")}
+    shares = dict.fromkeys(("matmul", "attention", "memory", "intra_node", "inter_node"), 0.5)
     h100 = Cluster.of_chip("h100", efficiency=Efficiency(**shares, layer_overhead_us=0, fp8=2.0))
     dims = dataclasses.replace(MODELS["22B"][0], tied_embedding=True, dropout=False)
     half, eighth = (Parallelism(flash_attention=True, precision=one) for one in ("bf16", "fp8"))
@@ -311,7 +311,10 @@ def test_products_in_fp8_quantize_their_inputs_and_the_head_stays_in_bf16():
 
 
 def test_overlapped_communication_takes_less():
-    dims, job = MODELS["175B"][0], Parallelism(tp=8, pp=8, virtual_stages=3, num_microbatches=64, sequence_parallel=True)
+    dims, job = (
+        MODELS["175B"][0],
+        Parallelism(tp=8, pp=8, virtual_stages=3, num_microbatches=64, sequence_parallel=True),
+    )
     whole, sliced = (step_time(dims, dataclasses.replace(job, overlaps_tensor_parallel=o), A100) for o in (False, True))
     assert sliced.tensor_parallel == pytest.approx(whole.tensor_parallel / 2)
     behind = step_time(dims, dataclasses.replace(job, overlaps_sends=True), A100)
@@ -324,7 +327,9 @@ def test_overlapped_communication_takes_less():
 
 def test_hidden_gathers_slow_the_computation_down():
     dims, job = MODELS["22B"][0], Parallelism(dp=8, zero=3, flash_attention=True, microbatch=8)
-    free, shared_cores = (step_time(dims, job, A100, Overlap(gradients=1, weights=1, contention=c)) for c in (0.0, 0.25))
+    free, shared_cores = (
+        step_time(dims, job, A100, Overlap(gradients=1, weights=1, contention=c)) for c in (0.0, 0.25)
+    )
     assert free.weights == free.gradients == 0
     ring = 7 / 8 / group_bandwidth(A100, 8, 1)
     num_bytes = 2 * max(stage_parameters(dims, job))

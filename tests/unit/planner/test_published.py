@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 import csv
+import dataclasses
 
 import pytest
 from conftest import ROOT, shared
 
 from sporeloom.core.errors import ConfigError
+from sporeloom.planner.layer_time import layer_forward
 from sporeloom.planner.published import CUDNN_SPEED, UnpredictableError, describe, measured, read_rows
+from sporeloom.planner.published_experts import describe_experts, read_expert_rows
+from sporeloom.planner.rates import Rates
 from sporeloom.planner.validate import predict, validate
 
 MEASURED = ("iter_s", "tflops_per_device", "mfu_pct", "hfu_pct")
@@ -135,3 +139,15 @@ def test_jean_zay_has_its_published_network(rows):
 def test_interleaved_stages_of_uneven_layers_have_two_parts(rows):
     plain, interleaved = (describe(row_named(rows, f"titan_405b_{kind}")).job for kind in ("1f1b", "interleaved"))
     assert (plain.virtual_stages, interleaved.virtual_stages) == (1, 2)
+
+
+def test_products_of_latent_attention_are_those_of_its_matrices():
+    row = next(row for row in read_expert_rows(shared("facts/published_moe_runs.csv")) if row["id"] == "na_dsv3_1024")
+    run = describe_experts(row)
+    rates = Rates(run.dims, run.job, run.cluster)
+    latent = layer_forward(run.dims, run.job, rates)
+    plain = layer_forward(dataclasses.replace(run.dims, attention_matrices=0), run.job, rates)
+    entries = 2 * run.dims.hidden_size * (run.dims.query_size + run.dims.kv_size)
+    less = 2 * run.dims.seq_len * (entries - run.dims.attention_matrices) / rates.flops
+    assert less < plain.matmul - latent.matmul < 1.5 * less
+    assert run.job.attention_speed == CUDNN_SPEED

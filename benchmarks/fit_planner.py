@@ -27,12 +27,21 @@ from sporeloom.planner.published import Measurement, PublishedRun, Unpredictable
 from sporeloom.planner.step_time import step_time
 
 START = {"matmul": 0.7, "attention": 0.35, "memory": 0.7, "intra_node": 0.6, "inter_node": 0.5}
-START |= {"layer_overhead_us": 60.0, "fp8": 1.4}
+START |= {"layer_overhead_us": 60.0, "fp8": 1.9}
 SPREAD = {"matmul": 0.2, "attention": 0.4, "memory": 0.2, "intra_node": 0.3, "inter_node": 0.4}
-SPREAD |= {"layer_overhead_us": 1.0, "fp8": 0.2}
+SPREAD |= {"layer_overhead_us": 0.5, "fp8": 0.1}
 """How far, in log, a chip may be from what is common to all at the price of one such row error as `ROW`."""
-ROW = 0.1
 NAMES = list(START)
+SAME_DIE = {"a100_40gb": "a100_80gb", "h100_96gb": "h100", "h200": "h100"}
+"""Chips that differ in memory alone, or in power: they are near the other one rather than near all, at half the distance."""
+NO_WGMMA = np.log(2 / 3)
+"""Log of the speed on Hopper of attention kernels without its own matrix instructions, which the fitted runs have, relative
+to those with them: 0.57 to 0.66 by length, heads of 128 (arXiv:2407.08608 figure 5, FlashAttention-2 and 3)."""
+WIDE = np.array([0.1 if name == "fp8" else 0.5 for name in NAMES])
+"""The same of what is common to all, from its start: peaks in fp8 are twice those in bf16; quantizing is counted apart."""
+OVERLAP, OVERLAP_SPREAD = (0.0, 1.0, -1.0), (3.0, 3.0, 0.7)
+"""Where the overlaps and the contention begin, as logits, and their spread."""
+ROW = 0.1
 Pair = tuple[PublishedRun, Measurement]
 
 
@@ -52,7 +61,7 @@ def pairs_of(rows: list[dict[str, str]]) -> list[Pair]:
 
 def unpack(vector: np.ndarray) -> tuple[dict[str, Efficiency], Overlap]:
     """Parameters of each chip and the overlaps, from the fit's numbers: logs, a chip's relative to the common ones."""
-    common, rest = vector[: len(NAMES)], vector[len(NAMES) : -2].reshape(-1, len(NAMES))
+    common, rest = vector[: len(NAMES)], vector[len(NAMES) : -len(OVERLAP)].reshape(-1, len(NAMES))
     efficiencies = {}
     for chip, own in zip(chips(), rest, strict=True):
         values = dict(zip(NAMES, np.exp(common + own), strict=True))
@@ -60,8 +69,8 @@ def unpack(vector: np.ndarray) -> tuple[dict[str, Efficiency], Overlap]:
             values[name] = min(values[name], 0.95)
         values["fp8"] = float(np.clip(values["fp8"], 1.0, 2.0))
         efficiencies[chip] = Efficiency(**{name: float(value) for name, value in values.items()})
-    gradients, weights = 1 / (1 + np.exp(-vector[-2:]))
-    return efficiencies, Overlap(gradients=float(gradients), weights=float(weights))
+    gradients, weights, contention = map(float, 1 / (1 + np.exp(-vector[-len(OVERLAP) :])))
+    return efficiencies, Overlap(gradients=gradients, weights=weights, contention=contention)
 
 
 def log_errors(pairs: list[Pair], efficiencies: dict[str, Efficiency], overlap: Overlap) -> np.ndarray:
@@ -73,10 +82,24 @@ def log_errors(pairs: list[Pair], efficiencies: dict[str, Efficiency], overlap: 
     return np.array(errors)
 
 
+def _nearness() -> tuple[np.ndarray, np.ndarray]:
+    """Where the numbers of chips begin, relative to the common ones, and the matrix that makes distances of them."""
+    names, size = list(chips()), len(NAMES)
+    base = np.zeros(len(names) * size)
+    distances = np.eye(len(base))
+    for chip in ("h100", *(like for like, other in SAME_DIE.items() if other == "h100")):
+        base[names.index(chip) * size + NAMES.index("attention")] = NO_WGMMA
+    for chip, other in SAME_DIE.items():
+        for number in range(size):
+            row, from_row = names.index(chip) * size + number, names.index(other) * size + number
+            distances[row, row], distances[from_row, row] = 2, -2
+    return base, distances
+
+
 def fit(pairs: list[Pair]) -> tuple[dict[str, Efficiency], Overlap]:
     """The parameters that explain `pairs` best."""
-    start = np.concatenate([np.log([START[n] for n in NAMES]), np.zeros(len(chips()) * len(NAMES)), [0.0, 1.0]])
-    spread = np.tile([SPREAD[name] for name in NAMES], len(chips()))
+    start = np.concatenate([np.log([START[n] for n in NAMES]), np.zeros(len(chips()) * len(NAMES)), OVERLAP])
+    spread, (base, nearness) = np.tile([SPREAD[name] for name in NAMES], len(chips())), _nearness()
     of_chip: dict[str, list[Pair]] = defaultdict(list)
     for run, found in pairs:
         of_chip[run.cluster.chip].append((run, found))
@@ -91,10 +114,12 @@ def fit(pairs: list[Pair]) -> tuple[dict[str, Efficiency], Overlap]:
         rows = np.sign(rows) * np.sqrt(
             2 * (np.sqrt(1 + rows**2) - 1)
         )  # soft L1: an outlier costs its size, not its square
-        common = (vector[: len(NAMES)] - start[: len(NAMES)]) / 0.5
-        return np.concatenate([rows, common, vector[len(NAMES) : -2] / spread, (vector[-2:] - start[-2:]) / 3])
+        common = (vector[: len(NAMES)] - start[: len(NAMES)]) / WIDE
+        own = ((vector[len(NAMES) : -len(OVERLAP)] - base) @ nearness) / spread
+        overlaps = (vector[-len(OVERLAP) :] - OVERLAP) / OVERLAP_SPREAD
+        return np.concatenate([rows, common, own, overlaps])
 
-    return unpack(least_squares(residuals, start, max_nfev=60, x_scale=0.1).x)
+    return unpack(least_squares(residuals, start, max_nfev=60, x_scale=0.1, ftol=1e-5, xtol=1e-5).x)
 
 
 MEASURED = ("float32", "launch_us", "graph_us")

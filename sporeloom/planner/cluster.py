@@ -281,6 +281,9 @@ class Overlap:
     """Fraction of the last microbatch's backward pass that hides the reduction of gradients."""
     weights: float
     """Fraction of the passes that hides the gathering of sharded weights."""
+    contention: float = 0.0
+    """Fraction of the time of hidden collectives of sharded weights by which they slow the computation down: their kernels
+    occupy cores and memory bandwidth."""
 
     @classmethod
     @functools.cache

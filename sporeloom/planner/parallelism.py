@@ -81,6 +81,12 @@ class Parallelism:
     """Tensor parallel ranks send a slice each between stages and gather it there; implied by sequence parallel."""
     flash_attention: bool = False
     """Attention in one kernel that stores no scores."""
+    attention_speed: float = 1.0
+    """Speed of that kernel, relative to those of PyTorch on the same chip, which published runs were fitted with."""
+    overlaps_tensor_parallel: bool = False
+    """Products are computed in slices while tensor parallel collectives of other slices run (AsyncTP, user buffers)."""
+    overlaps_sends: bool = False
+    """With virtual stages, activations and gradients are sent while the next microbatch is computed."""
     mask_bytes: int = 0
     """Bytes of an entry of the attention mask, which is unsharded for each microbatch; 0: the kernel makes it."""
     precision: Literal["fp16", "bf16", "fp32", "fp8"] = "bf16"

@@ -43,6 +43,15 @@ PERFORMANCE = ("tflops_per_device", "mfu_pct", "hfu_pct")
 SPEEDS = ("tps_dev", "tok_s", "derived_tps_dev", "derived_tok_s")
 """The same, in notes."""
 ZERO = {"": 0, "dist-opt": 1, "FSDP": 3, "ms-opt-parallel": 3}
+JEAN_ZAY_GB_PER_S = 50.0
+"""Network of a node of 8 A100 of Jean Zay: 4 Omni-Path links of 100 Gb/s (model card of BLOOM)."""
+MEGATRON = re.compile(r"Megatron-Bridge|NeMo-Framework-Launcher")
+"""Sources whose recipes are public beside the figures: sequences are sharded wherever tensors are; in fp8, on Hopper,
+attention is cuDNN's, collectives of tensor parallel run over user buffers while products are computed, and interleaved
+stages send while they compute."""
+CUDNN_SPEED = 2.0
+"""Speed of cuDNN's attention kernels on Hopper and Blackwell relative to those in PyTorch and Triton, which the other runs
+have: 595 to 617 TFLOP/s on H100, heads of 128 (arXiv:2407.08608 figure 5), against 287 to 304 (pytorch/benchmark#2296)."""
 ASSUMED_VOCABULARY = 50_000
 CAPACITY_FACTOR = 1.5
 """Capacity factor of runs with experts that only say that they have one: MindFormers' files name 1.1 to 1.5."""
@@ -154,8 +163,11 @@ def _cluster(row: dict[str, str]) -> Cluster:
         raise UnpredictableError(f"chip {row['chip']}: no data sheet is known")
     if row["mem_gb"]:
         cluster = dataclasses.replace(cluster, memory_gb=_number(row["mem_gb"]))
-    if network := re.search(r"IB (\d+) Gb/s|(\d+) Gbps between nodes", row["note"]):  # of a whole node
-        per_node = float(network[1] or network[2]) / 8
+    network = re.search(r"IB (\d+) Gb/s|(\d+) Gbps between nodes", row["note"])  # of a whole node
+    per_node = float(network[1] or network[2]) / 8 if network else 0.0
+    if row["source"].startswith("bigscience"):
+        per_node = JEAN_ZAY_GB_PER_S
+    if per_node:
         cluster = dataclasses.replace(cluster, inter_node_gb_per_s=per_node / cluster.devices_per_node)
     return cluster
 
@@ -210,6 +222,7 @@ def _parallelism(row: dict[str, str], dims: Dimensions, flash: bool) -> Parallel
     level = ZERO[zero] if zero in ZERO else _whole(zero)
     word = noted(row, "flash_attn").lower()
     recompute, layers = _recompute(row, pp)
+    megatron = bool(MEGATRON.search(row["source"]))
     return Parallelism(
         dp=dp,
         tp=tp,
@@ -224,7 +237,10 @@ def _parallelism(row: dict[str, str], dims: Dimensions, flash: bool) -> Parallel
         repeats_results=zero != "ms-opt-parallel",
         zero=level,
         gathers="step" if zero == "ms-opt-parallel" else "microbatch",
-        sequence_parallel=noted(row, "sp").lower() in ("1", "true") or "SP on" in row["note"] or level == 3,
+        sequence_parallel=megatron or noted(row, "sp").lower() in ("1", "true") or "SP on" in row["note"] or level == 3,
+        overlaps_tensor_parallel="AsyncTP" in row["note"] or (megatron and precision == "fp8"),
+        overlaps_sends=megatron and precision == "fp8",
+        attention_speed=CUDNN_SPEED if megatron and precision == "fp8" else 1.0,
         scatter_gather=zero in ("0", "dist-opt") or "scatter/gather" in row["note"],  # Megatron's; DeepSpeed sends all
         flash_attention=word == "true" if word in ("true", "false") else flash or (precision == "bf16" and level >= 2),
         precision=precision,  # type: ignore[arg-type]
@@ -249,9 +265,11 @@ def _state_bytes(zero: str, precision: str) -> dict[str, Any]:
 
 def _virtual_stages(row: dict[str, str], num_layers: int, pp: int) -> int:
     """Virtual stages where a source only says interleaved: as many, up to 4, as the layers of a stage can be split
-    into."""
-    if pp == 1 or "schedule=interleaved" not in row["note"] or num_layers % pp:
+    into; 2 where stages are uneven anyway."""
+    if pp == 1 or not re.search(r"schedule=interleaved|Interleaved 1F1B", row["note"]):
         return 1
+    if num_layers % pp:
+        return 2
     return max(parts for parts in (1, 2, 3, 4) if num_layers // pp % parts == 0)
 
 

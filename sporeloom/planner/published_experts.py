@@ -13,7 +13,7 @@ from sporeloom.core.errors import ConfigError
 from sporeloom.planner.cluster import Cluster, chips
 from sporeloom.planner.dimensions import Dimensions
 from sporeloom.planner.parallelism import Parallelism
-from sporeloom.planner.published import CAPACITY_FACTOR, Measurement, PublishedRun, UnpredictableError
+from sporeloom.planner.published import CAPACITY_FACTOR, CUDNN_SPEED, Measurement, PublishedRun, UnpredictableError
 
 COLUMNS = (
     *("id", "source", "model", "layers", "hidden", "heads", "kv_heads", "head_dim", "dense_ffn", "vocab", "experts"),
@@ -152,5 +152,6 @@ def _parallelism(row: dict[str, str]) -> Parallelism:
         gathers="step",
         sequence_parallel=tp > 1,
         flash_attention=True,
+        attention_speed=1.0 if is_ascend else CUDNN_SPEED,
         precision="fp8" if "fp8" in text else "fp16" if "fp16" in text else "bf16",
     )

@@ -87,8 +87,10 @@ class Rates:
         fitted, self.cluster, self.experts = cluster.fitted, cluster, cluster.fitted_experts
         faster = {"fp8": fitted.fp8, "fp32": float32_speed(cluster)}.get(job.precision, 1.0)
         self.flops = cluster.peak_tflops * 1e12 * fitted.matmul * faster
+        self.head_flops = self.flops / (faster if job.precision == "fp8" else 1.0)  # libraries keep the head in bf16
         aligned = dims.head_size % cluster.alignment == 0
         self.attention_flops = cluster.peak_tflops * 1e12 * fitted.attention * (1.0 if aligned else 1 / 12)
+        self.attention_flops *= job.attention_speed
         if dims.num_experts:
             self.attention_flops *= self.experts.attention
         self.bytes = cluster.memory_gb_per_s * 1e9 * fitted.memory

@@ -163,6 +163,8 @@ def _sends(dims: Dimensions, job: Parallelism, cluster: Cluster) -> float:
     count = apart if 2 * apart <= cluster.devices_per_node else job.devices - apart
     bandwidth = slowest_ring(cluster, pairs(cluster.units, apart, count))
     rounds = job.num_microbatches * job.virtual_stages + job.pp - 1
+    if job.overlaps_sends and job.virtual_stages > 1:
+        rounds = job.pp - 1
     return (
         (1 if job.own_graphs else 2) * rounds * num_bytes / bandwidth
     )  # a stage that only receives waits half as much
@@ -192,7 +194,9 @@ def _data_parallel(
         moved, gathered = ring * trained * width * times, gathers * ring * parameters * 2 * times
         if job.own_graphs:
             return moved, max(gathered - OWN_OVERLAP * compute, 0.0)
-        return max(moved - share * backward, 0.0), max(gathered - share * compute * (1 + gathers) / 3, 0.0)
+        seen = overlap.contention if per_microbatch else 0.0
+        hidden = share * compute * (1 + gathers) / 3
+        return max(moved - share * backward, seen * moved), max(gathered - hidden, seen * gathered)
     moved, gathered = ring * trained * GRADIENT_BYTES, ring * parameters * job.weight_bytes
     last = backward / job.num_microbatches  # gradients are complete in the last microbatch
     if job.own_graphs and (job.pp > 1 or job.num_microbatches > 1):

@@ -12,8 +12,9 @@ from sporeloom.cli.plan import PlanConfig, requested
 from sporeloom.core.command_line import parse_args
 from sporeloom.models.family import size_config
 from sporeloom.models.parameters import num_parameters, parameter_shapes
-from sporeloom.planner.cluster import Cluster, Overlap, read_cluster
+from sporeloom.planner.cluster import Cluster, Efficiency, Overlap, read_cluster
 from sporeloom.planner.dimensions import Dimensions, of_decoder
+from sporeloom.planner.layer_time import head_forward, layer_forward
 from sporeloom.planner.memory import (
     expert_parameters,
     layer_activations,
@@ -193,7 +194,7 @@ def test_the_bubble_of_zero_bubble_v_is_its_own():
     forward = weights + found.attention / 3 + found.memory / 2.5 + found.overhead / 3 + found.tensor_parallel / 2
     inputs = work - forward - weights
     assert inputs > max(forward, weights)
-    assert found.bubble == pytest.approx(7 * 2 * inputs / 2 / 32, rel=0.01)
+    assert found.bubble == pytest.approx(7 * 2 * inputs / 2 / 32, rel=0.02)  # the head launches kernels, too
     assert found.bubble < interleaved.bubble
 
 
@@ -292,6 +293,48 @@ def test_time_adds_up_and_answers_to_what_it_should():
     slower = dataclasses.replace(A100, inter_node_gb_per_s=1.0)
     assert step_time(dims, dataclasses.replace(job, tp=1, dp=16), slower).total > time.total
     assert step_time(dims, job, A100, Overlap(gradients=0.0, weights=0.0)).gradients >= time.gradients
+
+
+def test_products_in_fp8_quantize_their_inputs_and_the_head_stays_in_bf16():
+    """The efficiencies of one chip are given, so that twice the speed is twice the speed."""
+    shares = dict.fromkeys(("matmul", "attention", "memory", "intra_node", "inter_node"), 0.5)
+    h100 = Cluster.of_chip("h100", efficiency=Efficiency(**shares, layer_overhead_us=0, fp8=2.0))
+    dims = dataclasses.replace(MODELS["22B"][0], tied_embedding=True, dropout=False)
+    half, eighth = (Parallelism(flash_attention=True, precision=one) for one in ("bf16", "fp8"))
+    layer, quantized = (layer_forward(dims, job, Rates(dims, job, h100)) for job in (half, eighth))
+    bandwidth = h100.memory_gb_per_s * 1e9 * 0.5
+    inputs = (2 + 1 + 4) * dims.hidden_size * dims.seq_len  # of query, key, value; of output; of the MLP's matrices
+    assert quantized.memory - layer.memory == pytest.approx(4 * inputs / bandwidth)
+    head, same = (head_forward(dims, job, Rates(dims, job, h100)) for job in (half, eighth))
+    assert 0.9 < same.matmul / head.matmul <= 1
+    assert quantized.matmul < 0.6 * layer.matmul
+
+
+def test_overlapped_communication_takes_less():
+    dims, job = (
+        MODELS["175B"][0],
+        Parallelism(tp=8, pp=8, virtual_stages=3, num_microbatches=64, sequence_parallel=True),
+    )
+    whole, sliced = (step_time(dims, dataclasses.replace(job, overlaps_tensor_parallel=o), A100) for o in (False, True))
+    assert sliced.tensor_parallel == pytest.approx(whole.tensor_parallel / 2)
+    behind = step_time(dims, dataclasses.replace(job, overlaps_sends=True), A100)
+    assert behind.pipeline == pytest.approx(whole.pipeline * 7 / (64 * 3 + 7))
+    one = dataclasses.replace(job, virtual_stages=1)
+    assert step_time(dims, one, A100) == step_time(dims, dataclasses.replace(one, overlaps_sends=True), A100)
+    faster = step_time(dims, dataclasses.replace(job, attention_speed=2.0), A100)
+    assert faster.attention == pytest.approx(whole.attention / 2)
+
+
+def test_hidden_gathers_slow_the_computation_down():
+    dims, job = MODELS["22B"][0], Parallelism(dp=8, zero=3, flash_attention=True, microbatch=8)
+    free, shared_cores = (
+        step_time(dims, job, A100, Overlap(gradients=1, weights=1, contention=c)) for c in (0.0, 0.25)
+    )
+    assert free.weights == free.gradients == 0
+    ring = 7 / 8 / group_bandwidth(A100, 8, 1)
+    num_bytes = 2 * max(stage_parameters(dims, job))
+    assert shared_cores.weights == pytest.approx(0.25 * 2 * ring * num_bytes)
+    assert shared_cores.gradients == pytest.approx(0.25 * ring * num_bytes)
 
 
 @pytest.mark.parametrize(("block", "share"), [("sequential", 1 / 2), ("parallel", 1), ("sandwich", 0)])

@@ -30,7 +30,7 @@ class ExpertCell:
     is in inference, where the shapes of products, and so the bits of an answer, must not depend on the other texts of a
     batch, and where `Strategy.sorts_expert_rows` says so."""
 
-    def shard_over(self, parts: int) -> None:
+    def split_experts(self, parts: int) -> None:
         """Let each of so many parts of the experts, which ranks have, compute the rows of its own."""
         raise NotImplementedError
 

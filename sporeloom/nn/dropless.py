@@ -136,7 +136,7 @@ class OwnChoices(nn.Cell):
         self.own_first, self.first, self.first_keys = ops.Sort(), ops.StridedSlice(), ops.StridedSlice()
         self.pick, self.pick_weights = ops.GatherD(), ops.GatherD()
 
-    def shard_over(self, parts):
+    def split_experts(self, parts):
         """Make so many parts. Returns the share of the choices there are then that are of their own part."""
         self.parts, self.most = parts, choices_of_part(self.experts, self.chosen, parts, self.is_grouped)
         return self.chosen / (parts * self.most)

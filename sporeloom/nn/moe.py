@@ -222,9 +222,9 @@ class MoE(nn.Cell, CountingCell, ExpertCell):
         is_choice = self.each_choice(self.expand_tokens(is_token, 1), _ones(self.chosen, 1))  # (G, k, L)
         return self.in_order(is_choice, (groups, self.chosen * length))
 
-    def shard_over(self, parts):
+    def split_experts(self, parts):
         """Let each of so many parts of the experts compute the rows of its own."""
-        share = self.own.shard_over(parts)
+        share = self.own.split_experts(parts)
         for _, cell in self.experts.cells_and_names():
             if isinstance(cell, GroupedProduct):
                 cell.of_share(share)

@@ -66,7 +66,7 @@ def parallelize(net: nn.Cell, strategy: Strategy, whole: bool = True) -> Report:
             cell.operator_on_cpu = shards_itself(strategy)
         if isinstance(cell, ExpertCell):
             cell.sorts_rows = strategy.sorts_expert_rows
-            cell.shard_over(strategy.mesh.ep)
+            cell.split_experts(strategy.mesh.ep)
     wants_layers = strategy.rules.layers or strategy.mesh.pp > 1 or strategy.recompute or strategy.offload
     layers = layers_of(net, strategy.rules.layers) if wants_layers else []
     _check(net, strategy, rules, layers, whole)

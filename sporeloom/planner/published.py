@@ -46,7 +46,7 @@ ZERO = {"": 0, "dist-opt": 1, "FSDP": 3, "ms-opt-parallel": 3}
 JEAN_ZAY_GB_PER_S = 50.0
 """Network of a node of 8 A100 of Jean Zay: 4 Omni-Path links of 100 Gb/s (model card of BLOOM)."""
 MEGATRON = re.compile(r"Megatron-Bridge|NeMo-Framework-Launcher")
-"""Sources whose recipes are public beside the figures: sequences are sharded wherever tensors are; in fp8, on Hopper,
+"""Sources whose recipes are public like the figures: sequences are sharded wherever tensors are; in fp8, on Hopper,
 attention is cuDNN's, collectives of tensor parallel run over user buffers while products are computed, and interleaved
 stages send while they compute."""
 CUDNN_SPEED = 2.0

@@ -66,6 +66,16 @@ def test_every_file_a_page_names_exists(name):
         assert (ROOT / path).exists() or path == "parallel_configs/my_dp2_tp2.yaml", path
 
 
+@pytest.mark.parametrize("name", [name for name in PAGES if re.search("(?m)^```(sh|console)$", page(name))])
+def test_a_how_to_page_says_how_much_time_and_memory_its_commands_take(name):
+    stated = re.compile(
+        r"\n\nThe commands of this page take .+ of processor time, and .+ GB in the largest process\.\n$"
+    )
+    assert not name.startswith("docs/how-to/") or stated.search(page(name)), (
+        f"run python benchmarks/docs_pages.py {name}"
+    )
+
+
 def test_nothing_tells_a_user_to_install_a_stranger_from_a_registry():
     """Until it is published there, the name on a public registry is not ours: extras are installed from the folder."""
     shown = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "sporeloom").rglob("*.py")]

@@ -53,6 +53,18 @@ def one_device(tmp_path_factory):
     return out
 
 
+def test_rotary_positions_are_trained_in_bfloat16(tmp_path):
+    found = []
+    for dtype in ("float32", "bfloat16"):
+        out = tmp_path / dtype
+        flags = ("--size", "embedded_tiny", "--compute-dtype", dtype, "--steps", 2, "--seq-len", 32)
+        outcome = tool("tools/train.py", "--data", TEXT, "--config", TWO_LAYERS, *flags, "--output-dir", out)
+        assert outcome.code == 0, outcome.output
+        found.append(losses(out))
+    np.testing.assert_allclose(found[1], found[0], rtol=2e-3)
+    assert found[1] != found[0]
+
+
 def test_a_run_leaves_metrics_configuration_scalars_and_a_checkpoint(one_device):
     lines = [json.loads(line) for line in (one_device / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]

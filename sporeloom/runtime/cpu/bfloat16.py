@@ -49,6 +49,7 @@ EXACT = frozenset(
             "ExpandDims",
             "Squeeze",
             "Split",
+            "SplitWithSize",
             "Concat",
         ),
         *(
@@ -120,6 +121,11 @@ def widen_bfloat16(model: mind_ir.ModelProto) -> Widened:
     after: dict[str, list[mind_ir.NodeProto]] = {}
     for node in to_round:
         kind = kinds.get(node.op_type, node.op_type)
+        if len(list(_tensors(node))) > 1:
+            raise ConfigError(
+                f"compute_dtype bfloat16: {kind} gives several results, which CPU processes do not round; use float32 or "
+                "float16 here"
+            )
         done.rounded[kind] += 1
         after[node.output[0]] = _rounding(node, f"REF::{cast.name}", narrow.output[0], wide.output[0])
     _put_behind(graph, after, [wide, narrow])

@@ -5,7 +5,7 @@ import mindspore as ms
 import ml_dtypes
 import numpy as np
 import pytest
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
 from sporeloom.core.errors import ConfigError
 from sporeloom.mindspore_compat.names import mind_ir
@@ -14,6 +14,7 @@ from sporeloom.runtime.engine import Engine
 from sporeloom.strategy.config import SINGLE_DEVICE
 
 rng = np.random.default_rng(5)
+PARTS = ((slice(3), "left"), (slice(3, None), "right"))
 X, W, B = (rng.normal(size=shape).astype(np.float32) for shape in ((4, 8), (6, 8), (6,)))
 
 
@@ -74,6 +75,46 @@ def test_a_network_without_a_cast_is_rounded_too():
     got = engine.run(AllNarrow().set_train(False), Tensor(rows)).asnumpy()
     np.testing.assert_array_equal(got.astype(np.float32), rounded(rounded(X[rows]) @ rounded(W).T))
     assert engine.rounded == {"MatMul": 1}
+
+
+class Joined(nn.Cell):
+    """Two matrices side by side, as in rotary positions: the gradient splits a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.cast, self.join, self.mul, self.sum = ops.Cast(), ops.Concat(-1), ops.Mul(), ops.ReduceSum()
+        self.left, self.right = (Parameter(Tensor(X[:, part]), name=name) for part, name in PARTS)
+
+    def construct(self, x):
+        joined = self.join((self.cast(self.left, ms.bfloat16), self.cast(self.right, ms.bfloat16)))
+        return self.sum(self.cast(self.mul(joined, self.cast(x, ms.bfloat16)), ms.float32))
+
+
+class Gradient(nn.Cell):
+    def __init__(self, net):
+        super().__init__()
+        self.net, self.weights = net, ParameterTuple(net.trainable_params())
+        self.grad = ops.GradOperation(get_by_list=True)
+
+    def construct(self, x):
+        return self.grad(self.net, self.weights)(x)
+
+
+def test_a_tensor_is_split_without_rounding():
+    got = Engine.start(SINGLE_DEVICE).run(Gradient(Joined()).set_train(False), Tensor(X))
+    for gradient, (part, _) in zip(got, PARTS, strict=True):
+        np.testing.assert_array_equal(gradient.asnumpy(), rounded(X)[:, part])
+
+
+def test_an_operator_with_several_results_is_refused():
+    model = mind_ir.ModelProto()
+    model.primitives.add(name="Pair", op_type="TopK")
+    node = model.graph.node.add(op_type="REF::Pair", output=["y"])
+    shapes = node.attribute.add(name="shape")
+    for _ in range(2):
+        shapes.values.add().tensors.add(data_type=mind_ir.TensorProto.BFLOAT16)
+    with pytest.raises(ConfigError, match="TopK gives several results"):
+        widen_bfloat16(model)
 
 
 def test_a_message_travels_as_bfloat16_and_comes_back_as_float32():

@@ -26,7 +26,7 @@ from sporeloom.parallel.sharding import (
 )
 from sporeloom.strategy.axes import BY_NAME
 from sporeloom.strategy.checks import spans_tensor_parallel
-from sporeloom.strategy.config import Rule, Strategy
+from sporeloom.strategy.config import SORTED_ROWS, Rule, Strategy
 from sporeloom.strategy.layout import Layout, LayoutError, Shape, degrees, local_shape
 from sporeloom.strategy.mesh import Mesh, part_of_axis
 from sporeloom.strategy.stages import (
@@ -66,10 +66,10 @@ def parallelize(net: nn.Cell, strategy: Strategy, whole: bool = True) -> Report:
             cell.operator_on_cpu = shards_itself(strategy)
         if isinstance(cell, ExpertCell):
             cell.sorts_rows = strategy.sorts_expert_rows
-            cell.split_experts(strategy.mesh.ep)
     wants_layers = strategy.rules.layers or strategy.mesh.pp > 1 or strategy.recompute or strategy.offload
     layers = layers_of(net, strategy.rules.layers) if wants_layers else []
     _check(net, strategy, rules, layers, whole)
+    _split_experts(net, strategy, rules)
     if not shards_itself(strategy):
         for operator in rules.operators:
             if rule := rules.rule(operator.path):
@@ -96,6 +96,25 @@ def parallelize(net: nn.Cell, strategy: Strategy, whole: bool = True) -> Report:
         functional=[rule for rule in resolved if is_functional(rule.pattern)] if shards_itself(strategy) else [],
     )
     return net.parallel_report
+
+
+def _split_experts(net: nn.Cell, strategy: Strategy, rules: RuleTable) -> None:
+    """Let each rank of expert parallelism sort the rows of its experts.
+
+    Raises:
+        ConfigError: a rule of one layer lets all ranks together sort them.
+    """
+    problems = []
+    for path, cell in net.cells_and_names():
+        if isinstance(cell, ExpertCell) and cell.sorts_rows and strategy.mesh.ep > 1:
+            for name in SORTED_ROWS:
+                rule = rules.rule(f"{path}.{name}" if path else name)
+                if rule is None or not rule.local:
+                    found = f"{rule.source}: {rule.pattern}" if rule else f"{path}.{name} has no rule"
+                    problems.append(f"{found}: each rank sorts the rows of its experts; write `local: true`")
+            cell.split_experts(strategy.mesh.ep)
+    if problems:
+        raise ConfigError(problems)
 
 
 def _recompute_and_offload(

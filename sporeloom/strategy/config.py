@@ -8,6 +8,7 @@ from typing import Literal, cast
 
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.numbers import Count, Depth, Natural, Positive
+from sporeloom.models.paths import path_matches
 from sporeloom.strategy.axes import ROWS
 from sporeloom.strategy.layout import Layout
 from sporeloom.strategy.listed_schedule import ListedSchedule
@@ -130,6 +131,19 @@ class Rule:
     source: str = ""
     """Its position as file:line."""
 
+    @property
+    def keeps_experts(self) -> bool:
+        """Whether each rank of expert parallelism runs the operator on what it has."""
+        return self.local and "'ep'" in str(self.inputs)
+
+
+SORTED_ROWS = (
+    *(f"order.{name}" for name in ("sort", "unsort", "expert")),
+    *(f"by_expert.{name}" for name in ("pick", "unpick")),
+    *(f"by_token.{name}" for name in ("pick", "unpick", "pick_weight", "pick_weight_back", "unpick_weight")),
+)
+"""Operators on rows that are sorted by expert, whose indices count within a rank's rows under expert parallelism."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
@@ -149,6 +163,15 @@ class Rules:
     whose Cells has `tied_embedding = False` has none."""
     operators: tuple[Rule, ...] = ()
     """Rules of operators; later ones win."""
+
+    @property
+    def keeps_sorted_rows(self) -> bool:
+        """Whether each rank of expert parallelism runs `SORTED_ROWS` on rows of its own: all ranks together would not
+        compute what the operators say."""
+        last = (
+            next((r for r in reversed(self.operators) if path_matches(r.pattern, name)), None) for name in SORTED_ROWS
+        )
+        return all(rule is not None and rule.keeps_experts for rule in last)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,10 +217,11 @@ class Strategy:
     @property
     def sorts_expert_rows(self) -> bool:
         """Whether experts without a capacity limit compute their own rows alone in training, where the device has products
-        of groups: not with expert and context parallelism, as tokens would be gathered over both, nor under MindSpore's
-        partitioner, which shards by shapes."""
+        of groups. Not under MindSpore's partitioner, which shards by shapes; and with expert parallelism neither under
+        context parallelism, as tokens would be gathered over both, nor by rules without layouts of sorted rows."""
         mesh = self.mesh
-        return (mesh.ep == 1 or mesh.cp == 1) and (self.is_spmd or mesh.size == 1)
+        shared = mesh.ep == 1 or (mesh.cp == 1 and self.rules.keeps_sorted_rows)
+        return shared and (self.is_spmd or mesh.size == 1)
 
     def graph_problems(self) -> list[str]:
         """List why dry runs and certificates, which read this package's own graphs, cannot describe this strategy."""

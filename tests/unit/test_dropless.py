@@ -27,6 +27,7 @@ from sporeloom.planner.parallelism import Parallelism
 from sporeloom.planner.search import evaluate
 from sporeloom.runtime.cpu.grouped import exchange_grouped_products
 from sporeloom.runtime.spmd.compile import compile_for_one_device
+from sporeloom.strategy.config import Rule
 from sporeloom.strategy.loader import strategy_of
 
 ms.set_context(mode=ms.GRAPH_MODE)
@@ -253,17 +254,18 @@ def test_sorted_rows_are_multiplied_with_the_matrices_of_their_experts():
 
 
 @pytest.mark.parametrize(
-    ("mesh", "engine", "sorts"),
+    ("mesh", "rules", "engine", "sorts"),
     [
-        ({}, "spmd", True),
-        ({"dp": 2, "tp": 2}, "spmd", True),
-        ({"dp": 2, "ep": 2}, "spmd", True),
-        ({"dp": 2, "ep": 2, "cp": 2}, "spmd", False),
-        ({"dp": 2}, "mindspore", False),
+        ({}, "decoder", "spmd", True),
+        ({"dp": 2, "tp": 2}, "decoder", "spmd", True),
+        ({"dp": 2, "ep": 2}, "experts", "spmd", True),
+        ({"dp": 2, "ep": 2}, "decoder", "spmd", False),  # no rule has each rank sort its own rows
+        ({"dp": 2, "ep": 2, "cp": 2}, "experts", "spmd", False),
+        ({"dp": 2}, "experts", "mindspore", False),
     ],
 )
-def test_rows_are_sorted_where_training_can_and_never_in_inference(mesh, engine, sorts):
-    strategy = strategy_of({"mesh": mesh, "rules": "decoder", "engine": engine})
+def test_rows_are_sorted_where_training_can_and_never_in_inference(mesh, rules, engine, sorts):
+    strategy = strategy_of({"mesh": mesh, "rules": rules, "engine": engine})
     config = size_config("pangu", "gshard_tiny")
     config = dataclasses.replace(config, experts=dataclasses.replace(config.experts, capacity_factor=None))
     assert strategy.sorts_expert_rows == sorts
@@ -273,6 +275,26 @@ def test_rows_are_sorted_where_training_can_and_never_in_inference(mesh, engine,
         assert {cell.sorts_rows for _, cell in net.cells_and_names() if isinstance(cell, ExpertCell)} == {sorts}
         net = build_model("pangu", config, strategy)
         assert {cell.sorts_rows for _, cell in net.cells_and_names() if isinstance(cell, ExpertCell)} == {False}
+
+
+def test_a_rule_that_sorts_the_rows_of_all_ranks_is_refused():
+    config = size_config("pangu", "gshard_tiny")
+    config = dataclasses.replace(config, experts=dataclasses.replace(config.experts, capacity_factor=None))
+    strategy = strategy_of({"mesh": {"dp": 2, "ep": 2}, "rules": "experts"})
+    rule = Rule(pattern="layers.1.mlp.by_expert.pick", inputs=((("dp",), ()), (("dp",),)), source="own.yaml:3")
+    rules = dataclasses.replace(strategy.rules, operators=(*strategy.rules.operators, rule))
+    with pytest.raises(ConfigError, match=r"own\.yaml:3: layers\.1\.mlp\.by_expert\.pick: each rank sorts the rows"):
+        parallelize(
+            family_module("pangu", "model").Model(config), dataclasses.replace(strategy, rules=rules), whole=False
+        )
+
+
+def test_more_ranks_than_experts_are_refused_before_rows_are_split():
+    config = size_config("pangu", "gshard_tiny")
+    config = dataclasses.replace(config, experts=dataclasses.replace(config.experts, capacity_factor=None))
+    strategy = strategy_of({"mesh": {"dp": 64, "ep": 64}, "rules": "experts"})
+    with pytest.raises(ConfigError, match="not divisible"):
+        parallelize(family_module("pangu", "model").Model(config), strategy, whole=False)
 
 
 @pytest.mark.parametrize(("chip", "rows"), [("ascend910b", 1.0), ("h100", 4.0)])

@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -79,6 +80,25 @@ def test_who_ends_in_good_order_is_not_disturbed_by_a_loss(place):
     first.close()
     first._lose(2)  # this one is at its own end
     third.close()
+
+
+def test_a_goodbye_that_is_read_after_the_connection_broke_counts(place, monkeypatch):
+    """As where this process had no turn while the other one ended."""
+    lost = []
+    first, second = (Transport(rank, 2, "job") for rank in range(2))
+    monkeypatch.setattr(transport, "recv_monitor_message", lambda monitor: None)  # it broke
+    monkeypatch.setattr(first, "_lose", lost.append)
+    late = threading.Timer(0.1, first._left.add, [1])
+    late.start()
+    first._watch(1, SimpleNamespace(close=lambda: None))
+    late.join()
+    assert lost == []
+    first._left.clear()
+    first._watch(1, SimpleNamespace(close=lambda: None))  # no goodbye
+    assert lost == [1]
+    monkeypatch.undo()
+    for each in (first, second):
+        each.close()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become somebody else")

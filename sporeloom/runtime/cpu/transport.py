@@ -30,7 +30,7 @@ from sporeloom.runtime.cpu.meeting_place import MeetingPlace
 from sporeloom.runtime.trace import TRACE, now
 
 RECEIVE_TIMEOUT_S = 600.0
-GOODBYE_S = 0.3
+GOODBYE_S, GOODBYE_LOOKS = 0.3, 6
 LINGER_MS = 5000
 SMALL_BYTES = 1 << 16  # up to here one exchange of full arrays is faster than two of slices
 NUMBERS = "biufc"  # kinds of NumPy dtypes that a message may hold, besides bfloat16
@@ -103,6 +103,12 @@ class Transport:
             return  # this transport is closing
         finally:
             monitor.close()
+        for _ in range(
+            GOODBYE_LOOKS
+        ):  # a goodbye that came before may still wait to be read, if this process had no turn
+            if self._closing or peer in self._left:
+                return
+            time.sleep(GOODBYE_S / GOODBYE_LOOKS)
         self._lose(peer)
 
     def _lose(self, peer: int) -> None:

@@ -224,7 +224,10 @@ def _weights_of_state(folder: Path) -> FolderWeights:
 
 def weight_problems(name: WeightName, folder: Path, config: ModelConfig, tp: int = 1) -> list[str]:
     """List the reasons why a checkpoint folder, or its shards on `tp` ranks, cannot be held in a format."""
-    if WEIGHT_FORMATS[name].bits != 4:
+    weights = WEIGHT_FORMATS[name]
+    if weights.has_int8_activations:
+        return [f"--weights {name}: {each}" for each in format_problems(weights, config, tp)]
+    if weights.bits != 4:
         return []
     try:
         packed = open_published(folder).weights if is_published_folder(folder) else None

@@ -117,7 +117,7 @@ def read_draft(
     tokenizer = find_tokenizer(of_target, tokenizer) if tokenizer.is_dir() else tokenizer
     problems += [f"--draft-model {folder}: {line}" for line in _differences(folder, family, draft, model, tokenizer)]
     problems.raise_if_any()
-    if weight_problems(weights, folder, draft):  # int4, whose groups do not fit; drafts change no answer
+    if weight_problems(weights, folder, draft):  # groups of int4 or wide rows of w8a8; drafts change no answer
         milestone(f"--draft-model {folder}: its matrices do not fit --weights {weights}, so they have int8")
         weights = "int8"
     return DraftModel(folder, family, draft, weights)

@@ -31,7 +31,7 @@ def prefix_cache_problems(
     """List what is wrong with the flags of the prefix cache. `chunk`: tokens of a block without compiled kernels, unless the
     flag --prefill-chunk says otherwise."""
     folder, size = config.prefix_cache_dir, config.prefix_cache_dir_gb
-    problems = _size_problems(config, model, strategy.mesh.dp if strategy else 1, chunk)
+    problems = _size_problems(config, model, strategy, chunk)
     if folder is None:
         return problems + (
             [f"--prefix-cache-dir-gb {size} is for files; add --prefix-cache-dir FOLDER"] if size else []
@@ -65,11 +65,14 @@ def _access_problems(folder: Path) -> list[str]:
     return []
 
 
-def _size_problems(config: ServeConfig, model: ModelConfig | None, num_replicas: int, chunk: int) -> list[str]:
+def _size_problems(config: ServeConfig, model: ModelConfig | None, strategy: Strategy | None, chunk: int) -> list[str]:
     """Sizes without room for a block, of as few tokens as it can have with these flags."""
     if model is None or model.has_convolutions:
         return []
-    has_kernels = not (model.experts or model.latent or config.lora_modules or config.runtime_lora_folder)
+    num_replicas, num_devices = (strategy.mesh.dp, strategy.mesh.size) if strategy else (1, 1)
+    in_float32 = model.compute_dtype == "float32"
+    has_adapters = bool(config.lora_modules or config.runtime_lora_folder)
+    has_kernels = num_devices == 1 and in_float32 and not (model.experts or model.latent or has_adapters)
     block = block_tokens(1 if has_kernels else min(config.prefill_chunk or chunk, model.seq_len))
     held = model if config.has_mtp else model.without_mtp()
     num_bytes = block * cache_bytes(held, 1, 1, config.kv_cache, config.num_drafts)

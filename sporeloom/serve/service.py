@@ -205,7 +205,9 @@ class Service:
             drafts.drafter.prepare()
         bytes_of_token = decoding.cache_bytes // (shape[0] * shape[1])
         cache = prefix_cache(decoding, bytes_of_token, int(config.prefix_cache_gb * GB))
-        if config.prefix_cache_dir:
+        if cache is None and config.prefix_cache_gb and decoding.reusable:
+            raise ConfigError(f"--prefix-cache-gb {config.prefix_cache_gb:g}: no room for a block; give more, or 0")
+        if cache and config.prefix_cache_dir:
             cache = self._with_store(cache, config.prefix_cache_dir, computation)
         self.scheduler = Scheduler(decoding, self.engine, cache, drafts)
         gc.collect()
@@ -221,14 +223,12 @@ class Service:
         shape = (job.num_rows, job.max_model_len)
         return computation_hash(net, {**more, "model": [job.family, repr(job.model)], "shape": shape})
 
-    def _with_store(self, cache: PrefixCache | None, folder: Path, computation: str) -> PrefixCache:
+    def _with_store(self, cache: PrefixCache, folder: Path, computation: str) -> PrefixCache:
         """The prefix cache with blocks on disk.
 
         Raises:
-            ConfigError: no room for a block.
+            ConfigError: no room for two blocks.
         """
-        if cache is None:
-            raise ConfigError("--prefix-cache-dir: --prefix-cache-gb has no room for a block; give more")
         keys, num_models = self.job.api_keys, len(self.job.models)
 
         def owner_key(owner: Any) -> str | None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from native_calls import calling
 
+from sporeloom.checkpoint.model_folder import weight_problems
 from sporeloom.inference import kernels
 from sporeloom.inference.kernels import kernel_library
 from sporeloom.models.family import size_config
@@ -134,10 +135,13 @@ def test_a_row_that_is_not_finite_stays_so_and_changes_no_other(bad):
     np.testing.assert_array_equal(y[good], reference(x[good], w, scale))
 
 
-def test_a_model_whose_sums_are_not_exact_is_refused():
+def test_a_model_whose_sums_are_not_exact_is_refused(tmp_path):
     wide = dataclasses.replace(size_config("pangu", "tiny"), ffn_hidden_size=70000)
     assert format_problems(WEIGHT_FORMATS["w8a8"], wide) == [
         "sums over the 70000 columns of layers.0.mlp.down are exact for up to 66048; use --weights int8"
     ]
     assert not format_problems(WEIGHT_FORMATS["w8a8"], dataclasses.replace(wide, ffn_hidden_size=66048))
     assert not format_problems(WEIGHT_FORMATS["int8"], wide)
+    (problem,) = weight_problems("w8a8", tmp_path, wide)  # before anything is read, and so draft models get int8
+    assert problem.startswith("--weights w8a8: sums over the 70000 columns")
+    assert not weight_problems("int8", tmp_path, wide)

@@ -76,9 +76,7 @@ def _verdict(values: dict[str, Any]) -> list[str]:
     """Say whether the fullest rank fits, and how long a step takes."""
     job, found = values["job"], []
     if limit := job.get("memory_gb", 0.0) * GB:
-        stages = max(stage["total_bytes"] for stage in job["stages"])
-        pools = [rank["memory"]["pool_bytes"] for rank in values["ranks"] if "memory" in rank]
-        found.append(f"<p>The fullest device {margin(max(stages, *pools, 0), limit)}.</p>")
+        found.append(f"<p>The fullest device {margin(job['fullest_bytes'], limit)}.</p>")
     if time := values.get("time"):
         interval = time["step_time_interval_s"]
         within = f", {interval[0]:.4g} to {interval[1]:.4g} s by published runs" if interval else ""

@@ -104,9 +104,10 @@ def _stage(run: DryRun, report: RankReport) -> dict[str, Any]:
     if timeline:
         result["memory"] = timeline.summary()
     if run.config.memory_gb:
+        needed = timeline.pool_bytes if timeline else result["total_bytes"]
+        result["fits"] = needed <= run.config.memory_gb * GB
         if timeline:
-            result["memory"]["fits"] = timeline.pool_bytes <= run.config.memory_gb * GB
-        result["fits"] = result["total_bytes"] <= run.config.memory_gb * GB
+            result["memory"]["fits"] = result["fits"]
     return result
 
 
@@ -189,7 +190,9 @@ def _job(run: DryRun, by_stage: dict[int, RankReport]) -> dict[str, Any]:
     }
     if run.config.memory_gb:
         values["memory_gb"] = run.config.memory_gb
-        values["fits"] = all(stage["total_bytes"] <= run.config.memory_gb * GB for stage in stages)
+        pools = {stage: report.memory.pool_bytes for stage, report in by_stage.items() if report.memory}
+        values["fullest_bytes"] = max(pools.get(number, stage["total_bytes"]) for number, stage in enumerate(stages))
+        values["fits"] = values["fullest_bytes"] <= run.config.memory_gb * GB
     if mesh.dp > 1 and not strategy.optimizer_parallel and not run.config.inference and not run.task.lora:
         saved = max(3 * r.parameter_bytes * (mesh.dp - 1) // mesh.dp for r in by_stage.values())
         values["advice"].append(

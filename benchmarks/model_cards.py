@@ -136,7 +136,8 @@ plans. No figure is a measurement. `python benchmarks/model_cards.py` writes the
 
 **Training** is pretraining in bfloat16 with AdamW: the fastest strategy of `sporeloom plan` with the
 card's numbers, as above. The interval is that of measured step times around the predicted one
-([intervals](#intervals)). Without a `capacity_factor`, experts on GPUs have capacity for all tokens and compute E / k rows for each that they get
+([intervals](#intervals)). Without a `capacity_factor`, experts on GPUs have capacity for all tokens
+and compute E / k rows for each that they get
 ([Dropless experts](../how-to/experts.md#dropless-experts)): where that is more than twice the rows,
 the card plans the model a second time with `capacity_factor` {CAPACITY_FACTOR}.
 

@@ -19,6 +19,6 @@ def slowest_of(number: int, deviation: float) -> float:
     The largest is below the quantile q of one of them with probability q^number.
     """
     normal = NormalDist()
-    quantiles = ((np.arange(PARTS) + 0.5) / PARTS) ** (1 / number)
-    logs = [deviation * normal.inv_cdf(min(quantile, 1 - 1e-16)) for quantile in quantiles.tolist()]
+    quantiles = (((part + 0.5) / PARTS) ** (1 / number) for part in range(PARTS))
+    logs = [deviation * normal.inv_cdf(min(quantile, 1 - 1e-16)) for quantile in quantiles]
     return float(np.mean(elementary.exp(logs))) / math.exp(deviation**2 / 2)

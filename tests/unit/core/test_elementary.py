@@ -26,6 +26,12 @@ DEPENDENT = {
     "tan",
     "sinh",
     "cosh",
+    "arctan",
+    "arctan2",
+    "arcsin",
+    "arccos",
+    "arcsinh",
+    "arctanh",
 }
 """Functions of NumPy, in single or double precision by two routines."""
 

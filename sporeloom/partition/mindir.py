@@ -161,9 +161,8 @@ class _Reader:
         first = self.repeated.setdefault(marks["recompute_id"], name) if "recompute_id" in marks else ""
         again = first if "duplicated" in marks else ""
         place, *names = proto.domain.split("/")
-        is_gradient = is_backward or place == "Gradients"
-        cell = "" if is_gradient else ".".join(each.rpartition("-")[0] for each in names[:-1])
-        return Scope(cell, is_gradient or "duplicated" in marks, name, forward, again)
+        cell = "" if place == "Gradients" else ".".join(each.rpartition("-")[0] for each in names[:-1])
+        return Scope(cell, is_backward or place == "Gradients" or "duplicated" in marks, name, forward, again)
 
     @cached_property
     def types(self) -> dict[Name, TensorType | None]:

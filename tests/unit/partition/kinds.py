@@ -132,6 +132,7 @@ COMPUTE = {
     "FloorDiv": np.floor_divide,
     "LessEqual": np.less_equal,
     "Select": np.where,
+    "MaskedFill": lambda x, mask, number: np.where(mask, number, x),
     "TanhGrad": lambda y, dy: dy * (1 - y * y),
     "AddN": lambda items: sum(items[1:], items[0]),
     "MatMul": matmul,
@@ -356,6 +357,7 @@ SAMPLES = {
     **dict.fromkeys(
         ("Neg", "Abs", "Exp", "Square", "Tanh", "L2Loss", "Squeeze", *COPIES), lambda d: [d.of(*d.shape())]
     ),
+    "MaskedFill": lambda d: (lambda x: [x[0], x[0] > 0, np.float32(d.flag())])(binary(d)),
     "Select": lambda d: (lambda x: [x[0] > x[1], d.of(*np.broadcast_shapes(x[0].shape, x[1].shape)), x[1]])(binary(d)),
     "TanhGrad": lambda d: (lambda s: [d.of(*s), d.of(*s)])(d.shape()),
     "AddN": lambda d: (lambda s: [tuple(d.of(*s) for _ in range(3))])(d.shape()),

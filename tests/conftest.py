@@ -174,6 +174,17 @@ def compilation_cache(tmp_path_factory):
 
 
 @pytest.fixture
+def pynative():
+    """Cells run operator by operator, without a graph."""
+    import mindspore as ms  # noqa: PLC0415
+
+    ms.set_device("CPU")
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    yield
+    ms.set_context(mode=ms.GRAPH_MODE)
+
+
+@pytest.fixture
 def write(tmp_path):
     """Write a file of the test's own; returns its path."""
 

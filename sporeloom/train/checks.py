@@ -71,10 +71,7 @@ def check(config: TrainingConfig, num_processes: int | None) -> Run:
     if model and seq_len > model.seq_len:
         problems.append(f"--seq-len {seq_len} is outside 1 .. {model.seq_len}, the model's longest context")
     is_sized = config.batch_size > 0 and seq_len > 0 and config.accumulate > 0
-    sizes = problems.of(config.sizes, seq_len) if is_sized else None
-    if sizes and (tokens := max(batch * length for batch, length in sizes.shapes())) > MAX_TOKENS:
-        problems.append(f"--batch-size {config.batch_size}: {tokens:,} tokens a step are more than {MAX_TOKENS:,}")
-        sizes = None
+    sizes = problems.of(_sizes, config, seq_len) if is_sized else None
     data = problems.of(config.read_data, model, seq_len)
     lora = problems.of(config.adapters)
     if lora and model:
@@ -114,6 +111,18 @@ def check(config: TrainingConfig, num_processes: int | None) -> Run:
         groups=groups,
         prediction=prediction,
     )
+
+
+def _sizes(config: TrainingConfig, seq_len: int) -> Sizes:
+    """Sizes of the batches.
+
+    Raises:
+        ConfigError: a step has too many tokens.
+    """
+    sizes = config.sizes(seq_len)
+    if (tokens := max(batch * length for batch, length in sizes.shapes())) > MAX_TOKENS:
+        raise ConfigError(f"--batch-size {config.batch_size}: {tokens:,} tokens a step are more than {MAX_TOKENS:,}")
+    return sizes
 
 
 def _prediction(

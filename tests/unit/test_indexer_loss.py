@@ -22,12 +22,7 @@ DOCUMENTS = ((8,), (3, 5))
 LENGTH = 8
 
 
-@pytest.fixture(autouse=True)
-def pynative():
-    ms.set_device("CPU")
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    yield
-    ms.set_context(mode=ms.GRAPH_MODE)
+pytestmark = pytest.mark.usefixtures("pynative")
 
 
 def attention(top_k=TOP_K):

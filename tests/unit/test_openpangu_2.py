@@ -19,12 +19,7 @@ CONV = ParameterSpecs.of([ParameterSpec("weight", (CHANNELS, 1, WIDTH), InitialV
 POSITIONS = np.array([[*range(7), *range(4)], [*range(2), *range(9)]], np.int32)
 
 
-@pytest.fixture(autouse=True)
-def pynative():
-    ms.set_device("CPU")
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    yield
-    ms.set_context(mode=ms.GRAPH_MODE)
+pytestmark = pytest.mark.usefixtures("pynative")
 
 
 def inside(positions):

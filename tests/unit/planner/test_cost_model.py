@@ -185,8 +185,10 @@ def test_the_bubble_of_zero_bubble_v_is_its_own():
     forward pass and the gradients of its weights."""
     dims = dataclasses.replace(MODELS["175B"][0], vocab_size=8)
     job = Parallelism(tp=8, pp=8, num_microbatches=32, virtual_stages=2)
+    # The head launches kernels, too, however small it is: here launches take no time.
+    quick = dataclasses.replace(A100, efficiency=dataclasses.replace(A100.fitted, layer_overhead_us=0))
     interleaved, found = (
-        step_time(dims, dataclasses.replace(job, schedule=schedule), A100) for schedule in ("1f1b", "zero_bubble_v")
+        step_time(dims, dataclasses.replace(job, schedule=schedule), quick) for schedule in ("1f1b", "zero_bubble_v")
     )
     work = sum(getattr(found, name) for name in ("matmul", "attention", "memory", "overhead", "tensor_parallel"))
     assert interleaved.bubble == pytest.approx(7 * work / 2 / 32, rel=0.01)
@@ -194,7 +196,7 @@ def test_the_bubble_of_zero_bubble_v_is_its_own():
     forward = weights + found.attention / 3 + found.memory / 2.5 + found.overhead / 3 + found.tensor_parallel / 2
     inputs = work - forward - weights
     assert inputs > max(forward, weights)
-    assert found.bubble == pytest.approx(7 * 2 * inputs / 2 / 32, rel=0.02)  # the head launches kernels, too
+    assert found.bubble == pytest.approx(7 * 2 * inputs / 2 / 32, rel=0.01)
     assert found.bubble < interleaved.bubble
 
 

@@ -32,6 +32,9 @@ async def answer(page, place, text):
     await page.call("Input.insertText", text=text)
 
 
+EDIT = "[...document.querySelectorAll('.turn button')].find(each => each.textContent === 'Edit results').click()"
+
+
 async def finished(page):
     await page.until("!running && $('status').textContent.includes('a second')")
 
@@ -72,14 +75,11 @@ def test_calls_are_shown_answered_changed_and_kept(tmp_path):
             await page.run("JSON.parse($('tools').value).length"),
             await page.run(FIELDS + ".length"),
         )
-        edit = (
-            "[...document.querySelectorAll('.turn button')].find(each => each.textContent === 'Edit results').click()"
-        )
-        await page.run(edit)
+        await page.run(EDIT)
         await answer(page, 0, "never sent")
         await page.run("document.dispatchEvent(new KeyboardEvent('keydown', { key: 'Escape' }))")
         found["cancelled"] = await page.run(FOLDED), await page.run(TURNS)
-        await page.run(edit)
+        await page.run(EDIT)
         await page.run(f"{FIELDS}[0].value = ''")
         await answer(page, 0, "storm")
         service.says = "Stay."

@@ -19,12 +19,7 @@ from sporeloom.nn.token_drop import attach_token_drop
 SHAPE, SIZES = (2, 16), {"hidden_size": 32, "ffn_hidden_size": 32, "vocab_size": 64, "seq_len": 16}
 
 
-@pytest.fixture(autouse=True)
-def pynative():
-    ms.set_device("CPU")
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    yield
-    ms.set_context(mode=ms.GRAPH_MODE)
+pytestmark = pytest.mark.usefixtures("pynative")
 
 
 def network(size="ultra_moe_tiny", **changes):

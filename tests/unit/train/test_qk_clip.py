@@ -27,12 +27,7 @@ LATENT = {"kv_width": 5, "nope_dim": 4, "rope_dim": 2, "value_dim": 3, "num_sink
 VISIBLE = np.tri(LENGTH, dtype=bool)
 
 
-@pytest.fixture(autouse=True)
-def pynative():
-    ms.set_device("CPU")
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    yield
-    ms.set_context(mode=ms.GRAPH_MODE)
+pytestmark = pytest.mark.usefixtures("pynative")
 
 
 class Recorder(nn.Cell):

@@ -207,7 +207,7 @@ class Service:
         cache = prefix_cache(decoding, bytes_of_token, int(config.prefix_cache_gb * GB))
         if cache is None and config.prefix_cache_gb and decoding.reusable:
             raise ConfigError(f"--prefix-cache-gb {config.prefix_cache_gb:g}: no room for a block; give more, or 0")
-        if cache and config.prefix_cache_dir:
+        if cache is not None and config.prefix_cache_dir:
             cache = self._with_store(cache, config.prefix_cache_dir, computation)
         self.scheduler = Scheduler(decoding, self.engine, cache, drafts)
         gc.collect()

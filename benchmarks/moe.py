@@ -3,13 +3,15 @@
 
 8 experts, 2 for each token, one sequence of 512 tokens, capacity factor 1: each expert has 128 rows. And without a capacity
 limit (16 experts, 2 for each token): experts that compute their own rows, as a part of the time and memory of experts with
-capacity for all tokens.
+capacity for all tokens; the same of training steps on two processes with expert parallelism.
 """
 
+import json
 import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -22,7 +24,9 @@ from sporeloom.models.parameters import decoder_specs
 from sporeloom.nn.moe import ExpertMLPs, MoE
 from sporeloom.nn.routing import Router
 
+ROOT = Path(__file__).resolve().parents[1]
 TOKENS, WIDTHS, REPEATS = 512, ((512, 2048), (1024, 4096)), 15
+STEPS, ROUNDS = 8, 3
 
 
 def experts_of(config):
@@ -118,6 +122,41 @@ def dropless():
     print(f"| {d} | {ffn} | {statistics.median(times[:, 0] / times[:, 1]):.2f} | {peaks[0] / peaks[1]:.2f} |")
 
 
+def trained(folder, model, strategy):
+    """Median time of a step of two ranks that train, without the first two, and memory of the larger process in GB."""
+    flags = ["--model", "pangu", "--size", "tiny", "--config", model, "--strategy", strategy, "--launch", "--overwrite"]
+    sizes = ["--seq-len", str(TOKENS // 2), "--batch-size", "4", "--steps", str(STEPS)]
+    data = ["--data", str(ROOT / "examples/small_town.txt"), "--output-dir", str(folder / "run")]
+    words = [sys.executable, "-m", "sporeloom", "train", *flags, *sizes, *data]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT)
+    memory = float(re.search(r"([\d.]+) GB in the largest process", done.stdout + done.stderr)[1])
+    lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().split("\n") if line]
+    return statistics.median(line["step_time_s"] for line in lines[2:]), memory, lines[-1]["loss"]
+
+
+def on_two_ranks():
+    """The same of training with ep 2, where ranks gather tokens, and where they exchange rows in equal parts: by rules
+    without those of sorted rows."""
+    d, ffn = WIDTHS[0]
+    experts = {"num_experts": 16, "experts_per_token": 2, "normalize": "before_drop", "balance_loss": 0.01}
+    sizes = {"num_layers": 2, "hidden_size": d, "num_heads": 8, "ffn_hidden_size": ffn, "seq_len": TOKENS // 2}
+    rules = (ROOT / "parallel_configs/rules/experts.yaml").read_text()
+    rules = rules.replace("base: decoder.yaml", f"base: {ROOT / 'parallel_configs/rules/decoder.yaml'}")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = folder / "model.json"
+        model.write_text(json.dumps({**sizes, "dropout_rate": 0.0, "experts": experts}))
+        (folder / "exchange.yaml").write_text(re.sub(r"(?m)^  (order|own|by_expert|by_token)\..*\n", "", rules))
+        ways = {"gather": "experts", "exchange": folder / "exchange.yaml"}
+        for way, of in ways.items():
+            (folder / f"{way}_ep2.yaml").write_text(f"mesh: {{dp: 2, ep: 2}}\nrules: {of}\n")
+        found = [[trained(folder, str(model), str(folder / f"{way}_ep2.yaml")) for way in ways] for _ in range(ROUNDS)]
+    assert all(abs(one[2] - other[2]) < 1e-4 for one, other in found), "both are exact"
+    ratios = [[one[i] / other[i] for one, other in found] for i in range(2)]
+    print("\n| D | F | time with ep 2 | memory of a process |\n|---|---|---|---|")
+    print(f"| {d} | {ffn} | {statistics.median(ratios[0]):.2f} | {statistics.median(ratios[1]):.2f} |")
+
+
 def main():
     ms.set_device("CPU")
     ms.set_context(mode=ms.GRAPH_MODE)
@@ -139,6 +178,7 @@ def main():
         ratio = statistics.median(times[:, 1] / times[:, 0])
         print(f"| {d} | {ffn} | {1e3 * products:.0f} ms | {1e3 * layer:.0f} ms | {ratio:.2f} |")
     dropless()
+    on_two_ranks()
 
 
 if __name__ == "__main__":

@@ -42,6 +42,11 @@ def _join(strategy: Strategy, target: str) -> Backend:
     return SpmdDevices.join(strategy) if strategy.is_spmd else Devices.join(strategy)
 
 
+LARGE = 1 << 25
+"""Elements of parameters and optimizer state from which on a training step on one CPU device is a `Program`, whose broadcasts
+keep no indices in memory. See benchmarks/results/memory_timeline.md."""
+
+
 class Engine:
     """Runs Cells under one strategy in one process of a job. A process starts one engine, because it has one MindSpore
     context."""
@@ -49,8 +54,8 @@ class Engine:
     def __init__(self, strategy: Strategy, target: str, backend: Backend):
         self.strategy, self.target, self.backend = strategy, target, backend
         self.rank = backend.rank
-        self._in_bfloat16: weakref.WeakKeyDictionary[nn.Cell, bool] = weakref.WeakKeyDictionary()
-        self._narrow: CpuProcesses | None = None
+        self._is_program: weakref.WeakKeyDictionary[nn.Cell, bool] = weakref.WeakKeyDictionary()
+        self._programs: CpuProcesses | None = None
 
     @classmethod
     def start(cls, strategy: Strategy) -> Engine:
@@ -91,7 +96,7 @@ class Engine:
     @property
     def rounded(self) -> Counter[str]:
         """Kinds of operators of the largest graph whose float32 results are rounded to bfloat16 -> how many of each."""
-        return (self._narrow or self.backend).rounded
+        return (self._programs or self.backend).rounded
 
     def all_reduce(self) -> ops.AllReduce | None:
         """The operator that sums over all ranks, for use in a graph; None on one device."""
@@ -106,23 +111,27 @@ class Engine:
         return self.backend_of(cell).run(cell, inputs)
 
     def backend_of(self, cell: nn.Cell) -> Backend:
-        """The backend that runs `cell`: for bfloat16 on one CPU device a `Program`, because MindSpore's CPU kernels
-        lack bfloat16.
+        """The backend that runs `cell`: on one CPU device a `Program` for bfloat16, of which MindSpore has few CPU kernels,
+        and for the training step of a large model of this package.
 
         Raises:
             ConfigError: it is in bfloat16 on a GPU, for which MindSpore has no kernels.
         """
         if self.target == "Ascend" or self.partitions_itself:
             return self.backend
-        if cell not in self._in_bfloat16:
-            dtypes = (getattr(each, "dtype", None) for _, each in cell.cells_and_names())
-            self._in_bfloat16[cell] = ms.bfloat16 in dtypes
-        if not self._in_bfloat16[cell]:
+        if cell not in self._is_program:
+            self._is_program[cell] = self._needs_program(cell)
+        if not self._is_program[cell]:
             return self.backend
-        if self.target == "GPU":
+        self._programs = self._programs or CpuProcesses.join(self.strategy)
+        return self._programs
+
+    def _needs_program(self, cell: nn.Cell) -> bool:
+        dtypes = {getattr(each, "dtype", None) for _, each in cell.cells_and_names()} - {None}
+        if ms.bfloat16 in dtypes and self.target == "GPU":
             raise ConfigError("bfloat16: MindSpore has no kernels for GPUs; give --compute-dtype float16 or float32")
-        self._narrow = self._narrow or CpuProcesses.join(self.strategy)
-        return self._narrow
+        is_step_of_ours = self.target == "CPU" and cell.training and bool(dtypes)
+        return ms.bfloat16 in dtypes or (is_step_of_ours and sum(p.size for p in cell.get_parameters()) >= LARGE)
 
     def broadcast(self, array: NDArray[Any], source: int) -> NDArray[Any]:
         """Broadcast the array of rank `source`; all ranks pass an array of the same shape and dtype."""
@@ -191,5 +200,5 @@ class Engine:
 
     def close(self) -> None:
         """Leave the job gracefully; also called when the process exits."""
-        for backend in filter(None, (self._narrow, self.backend)):
+        for backend in filter(None, (self._programs, self.backend)):
             backend.close()

@@ -18,6 +18,7 @@ from sporeloom.dry_run.memory.timeline import Timeline
 from sporeloom.dry_run.partitioned import Partitioned
 from sporeloom.dry_run.walk import PHASE_OF_PASS, StepWalk
 from sporeloom.dry_run.work import phases_of
+from sporeloom.partition.broadcasts import tile_broadcasts
 from sporeloom.partition.graph import Graph, Name, TensorType
 from sporeloom.partition.stages import PassGraph, StagePass
 from sporeloom.runtime.spmd.step_graphs import types_of
@@ -32,7 +33,8 @@ class Platform:
     """Properties of the executor that determine what a rank holds."""
 
     on_cpus: bool = False
-    """CPU processes hold bfloat16 in float32, sum gradients in arrays of the host, and copy them before the update."""
+    """CPU processes hold bfloat16 in float32, tile what operators broadcast, sum gradients in arrays of the host, and copy
+    them before the update."""
     order: Order = "breadth"
 
     @property
@@ -142,6 +144,7 @@ class _Step(StepWalk):
     def _program(
         self, name: str, graph: Graph, kinds: Mapping[Name, str], phases: Mapping[Name, str], phase: str
     ) -> RecordedProgram:
+        graph = tile_broadcasts(graph) if self.platform.on_cpus else graph
         of = lifetimes(graph, self.platform.order, self.platform.half_bytes)
         for constant, size in of.constants:
             self.held.append(self.recorder.tensor(size, Label("constant", "", constant.rpartition(":")[2])))

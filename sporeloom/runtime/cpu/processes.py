@@ -17,6 +17,8 @@ import numpy as np
 from mindspore import Tensor, nn
 from numpy.typing import NDArray
 
+from sporeloom.partition.broadcasts import tile_broadcasts
+from sporeloom.partition.graph import Graph
 from sporeloom.runtime.cpu.exchange import TransportExchange
 from sporeloom.runtime.cpu.find_nan import NanFinder
 from sporeloom.runtime.cpu.program import Program
@@ -106,6 +108,9 @@ class CpuProcesses(SpmdBackend):
 
     def seconds_of_communication(self) -> float | None:
         return self.transport.communication_s
+
+    def suited(self, graph: Graph) -> Graph:
+        return tile_broadcasts(graph)
 
     def make_program(self, graph: RankGraph, cell: nn.Cell, name: str, among: Sequence[int]) -> Program:
         program = Program(graph, cell, self.transport, name, self._nan_finder, among, self._recorder)

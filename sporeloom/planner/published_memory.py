@@ -228,7 +228,8 @@ def _further_features(engine: Engine, dims: Dimensions, job: Parallelism, spread
     h, f, q, kv, width = dims.hidden_size, dims.ffn_size, dims.query_size, dims.kv_size, job.activation_bytes
     if engine.selective_features and job.recompute == "selective" and job.flash_attention:
         # selective in our graphs: both norms' inputs, attention's four, all of the MLP but the activation
-        of_graph = dims.num_norms * width * h / spread + width * (2 * q + 2 * kv + 2 * f) / job.tp
+        of_mlp = 2 * f if dims.gated_mlp else f
+        of_graph = dims.num_norms * width * h / spread + width * (2 * q + 2 * kv + of_mlp) / job.tp
         kept = width * h / spread + width * (q + kv + f + q) / job.tp + width * h / spread + 4 * dims.num_heads / job.tp
         return kept - of_graph
     if engine.is_fp8_linear and job.precision == "fp8" and job.recompute == "none":

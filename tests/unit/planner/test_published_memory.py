@@ -171,7 +171,7 @@ def test_alpa_has_a_head_of_its_own_and_no_dropout():
         (
             "torchtitan",
             {"recompute": "selective"},
-            2 * (2 * H + 4 * H + 2 * 4 * H) - 2 * (H + H + H + 4 * H + H + H) - 64,
+            2 * (2 * H + 4 * H + 4 * H) - 2 * (H + H + H + 4 * H + H + H) - 64,
         ),
     ],
 )

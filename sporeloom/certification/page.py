@@ -213,6 +213,7 @@ def _time(values: dict[str, Any]) -> str:
     return (
         f"<p>{estimate['step_time_s']:.3g} s ({interval_text(estimate)}), {estimate['tokens_per_s']:,.0f} tokens/s, MFU "
         f"{estimate['mfu']:.1%}. The interval: {escape(estimate['interval']['meaning'])}.</p>{drawn}"
+        f"<p>{memory_text(estimate)}. The interval: {escape(estimate['memory_interval']['meaning'])}.</p>"
     )
 
 
@@ -230,3 +231,10 @@ def _covered(values: dict[str, Any]) -> str:
     text = f"MindSpore {versions['mindspore']}, sporeloom {versions['sporeloom']}"
     note = "<p><code>tools/train.py --certificate certificate.json</code> starts only if all of this is unchanged.</p>"
     return table(("part", "SHA-256"), rows) + f"<p>{escape(text)}.</p>" + note
+
+
+def memory_text(estimate: dict[str, Any]) -> str:
+    """Format the memory of the fullest device with its interval, from published figures."""
+    peak, bounds = max(stage["total"] for stage in estimate["stages"]), estimate["memory_interval_bytes"]
+    within = "no interval known" if bounds is None else f"{bounds[0] / 2**30:.1f} to {bounds[1] / 2**30:.1f} GB"
+    return f"{peak / 2**30:.1f} GB a device ({within})"

@@ -18,7 +18,7 @@ from typing import Any
 
 from sporeloom.certification import full_size
 from sporeloom.certification.config import Certification
-from sporeloom.certification.page import interval_text, page
+from sporeloom.certification.page import interval_text, memory_text, page
 from sporeloom.certification.power import measure
 from sporeloom.certification.proof import LIMITS, Proof, prove, timed
 from sporeloom.core.errors import ConfigError
@@ -116,7 +116,7 @@ def _at_full_size(certification: Certification, checks: Checks, seconds: dict[st
     estimate = full_size.estimate(certification)
     milestone(
         f"4/4 estimated: a step of {estimate['step_time_s']:.3g} s ({interval_text(estimate)}), "
-        f"{estimate['tokens_per_s']:,.0f} tokens/s, {max(s['total'] for s in estimate['stages']) / 2**30:.1f} GB a device"
+        f"{estimate['tokens_per_s']:,.0f} tokens/s, {memory_text(estimate)}"
     )
     return {"full_size": {**report, "usable_bytes": usable_bytes}, "estimate": estimate}
 

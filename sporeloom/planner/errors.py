@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Intervals of predicted step times, from the errors on published runs. The figures: benchmarks/planner_errors.py."""
+"""Intervals of predicted step times and memory, from the errors on published runs. The figures: benchmarks/planner_errors.py
+and fit_memory.py."""
 
 from __future__ import annotations
 
@@ -17,6 +18,8 @@ from sporeloom.planner.parallelism import Parallelism
 from sporeloom.planner.task import PLAIN_TEXT, TrainedTask
 
 ERRORS = Path(__file__).with_name("errors.yaml")
+MEMORY_ERRORS = Path(__file__).with_name("memory_errors.yaml")
+GB = 2**30
 LIKE_PLAIN_TEXT = ("pretraining", "sft")
 """Tasks whose steps compute the same as published runs."""
 
@@ -56,11 +59,77 @@ class NoInterval:
 
     why: str
 
-    def describe(self, seconds: float) -> str:
+    def describe(self, value: float) -> str:
         return "no interval known"
 
     def explain(self) -> str:
         return f"no interval is known: {self.why}"
+
+
+@dataclass(frozen=True)
+class MemoryInterval:
+    """Interval of measured memory, as multiples of the predicted one."""
+
+    low: float
+    high: float
+    coverage: float
+    """Minimum fraction of the figures inside."""
+    rows: int
+    """Number of published figures."""
+    publishers: int
+    median_error: float
+    """Median error of predicted memory, relative to the measured one."""
+    bias: float
+    """The same with its sign."""
+
+    def of(self, num_bytes: float) -> tuple[float, float]:
+        return self.low * num_bytes, self.high * num_bytes
+
+    def describe(self, num_bytes: float) -> str:
+        """The bounds of a predicted memory."""
+        low, high = self.of(num_bytes)
+        return f"{low / GB:.1f} to {high / GB:.1f} GB for {self.coverage:.0%} of {self.rows} published figures"
+
+    def explain(self) -> str:
+        """Explain the bounds."""
+        return (
+            f"at least {self.coverage:.0%} of {self.rows} published figures of dense models, {self.publishers} publishers "
+            f"counting alike, are {self.low:.2f} to {self.high:.2f} times what is predicted without those of their publisher "
+            f"(median error {self.median_error:.0%}, bias {self.bias:+.0%}); none is of MindSpore"
+        )
+
+
+@functools.cache
+def memory_errors() -> dict[str, Any]:
+    """Figures of predicted memory, by engine, and the pool of PyTorch's allocator for each byte in use."""
+    return read_yaml(MEMORY_ERRORS).mapping
+
+
+def memory_interval(dims: Dimensions, job: Parallelism, task: TrainedTask = PLAIN_TEXT) -> MemoryInterval | NoInterval:
+    """The interval of a device's memory, or the reason why there is none."""
+    if dims.num_experts:
+        return NoInterval("no memory of a run with experts is published")
+    if job.precision == "fp32":
+        return NoInterval("none of the published figures is of a run in float32")
+    if task.lora or task.name not in LIKE_PLAIN_TEXT:
+        return NoInterval(
+            "none of the published figures is of " + ("adapters" if task.lora else f"the task {task.name}")
+        )
+    if job.optimizer_on_host or any(job.offloaded_layers):
+        return NoInterval("none of the published figures is of a run that uses the host's memory")
+    found, one = memory_errors(), memory_errors()["engines"]["all"]
+    rows, publishers = one["rows"], one["publishers"]
+    return MemoryInterval(found["low"], found["high"], found["coverage"], rows, publishers, one["median"], one["bias"])
+
+
+def memory_interval_values(interval: MemoryInterval | NoInterval, num_bytes: float) -> dict[str, Any]:
+    """The interval of a device's memory as JSON data."""
+    if isinstance(interval, NoInterval):
+        return {"memory_interval_bytes": None, "memory_interval": {"meaning": interval.explain()}}
+    return {
+        "memory_interval_bytes": interval.of(num_bytes),
+        "memory_interval": {**dataclasses.asdict(interval), "meaning": interval.explain()},
+    }
 
 
 @functools.cache

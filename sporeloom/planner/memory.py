@@ -34,7 +34,6 @@ class StageMemory:
     """Activations kept from forward to backward, for all microbatches in flight."""
     working: float
     """Temporary memory of one layer or the head."""
-    fragmentation: float = 1.0
     host_activations: float = 0.0
     """Activations of offloaded layers, which `total` leaves out."""
     beside: float = 0.0
@@ -42,8 +41,7 @@ class StageMemory:
 
     @property
     def total(self) -> float:
-        asked = self.weights + self.gradients + self.optimizer + self.activations + self.working + self.beside
-        return asked * self.fragmentation
+        return self.weights + self.gradients + self.optimizer + self.activations + self.working + self.beside
 
 
 def layer_parameters(dims: Dimensions, tp: int) -> int:
@@ -276,9 +274,9 @@ def stage_memory(dims: Dimensions, job: Parallelism) -> list[StageMemory]:
         working = max(kept.full - kept.recomputed if again[stage] else 0.0, kept.full if away[stage] else 0.0)
         if stage == job.last_stage:  # input of the last norm and the head; logits in float32, and their gradient
             activations += tokens * _kept_by_last_norm(dims, width) / spread
-            working = max(working, 2 * kept.logits)
+            working = max(working, job.logit_bytes / 4 * kept.logits)
         weights = job.weight_bytes * cut_parameters(count, experts, job.shards, shards, job.zero >= 3)
-        if job.zero == 3:
+        if job.zero == 3 and job.shards > 1:
             weights += _gathered_weights(dims, job, stage)
             if job.gradient_copies > 1 and width < 4:  # shards are cast once for all microbatches
                 weights += width * cut_parameters(count, experts, job.shards, shards, True)
@@ -296,7 +294,6 @@ def stage_memory(dims: Dimensions, job: Parallelism) -> list[StageMemory]:
                 activations=activations,
                 working=working,
                 host_activations=_offloaded(job, kept, stage, parts) if away[stage] else 0.0,
-                fragmentation=job.fragmentation,
             )
         )
     return result

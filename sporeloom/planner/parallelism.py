@@ -99,8 +99,8 @@ class Parallelism:
     """Bytes of the two moments of a parameter, a part of `optimizer_bytes`."""
     muon: bool = False
     """Whether Muon updates the matrices of layers, which then have no second moment."""
-    fragmentation: float = 1.0
-    """Memory that a dynamic allocator takes for each byte requested; graphs with a memory plan lose nothing."""
+    logit_bytes: int = 8
+    """Bytes of a logit at the peak of the loss: in float32, and its gradient."""
     own_graphs: bool = False
     """Passes are graphs of this package: gradients are cast to float32 and added up in kernels of their own, those of
     replicas are reduced after the last pass, and a stage sends without waiting. Else as in the engines of published

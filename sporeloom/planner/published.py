@@ -249,17 +249,16 @@ def _parallelism(row: dict[str, str], dims: Dimensions, flash: bool) -> Parallel
 
 
 def _state_bytes(zero: str, precision: str) -> dict[str, Any]:
-    """Bytes of gradients and optimizer state, and what the allocator adds.
+    """Bytes of gradients and optimizer state that are moved.
 
     fp16 keeps gradients in 2 bytes, bf16 in 4, and DeepSpeed's bf16 optimizer in both; its fp16 one copies a shard's to
-    4 for the update. PyTorch's allocator loses a tenth.
+    4 for the update.
     """
     deepspeed = zero in ("1", "2", "3")
     gradients = 2 if precision.startswith("fp16") else 6 if deepspeed and "fp32 grad" in precision else 4
     return {
         "gradient_bytes": gradients,
         "optimizer_bytes": 16 if deepspeed and gradients == 2 else 12,
-        "fragmentation": 1.1 if zero not in ("", "0", "ms-opt-parallel") else 1.0,
     }
 
 

@@ -11,7 +11,14 @@ from typing import Any, Literal
 
 from sporeloom.planner.closed_forms import PRECISIONS
 from sporeloom.planner.cluster import Cluster
-from sporeloom.planner.errors import NoInterval, TimeInterval, interval_values, time_interval
+from sporeloom.planner.errors import (
+    NoInterval,
+    TimeInterval,
+    interval_values,
+    memory_interval,
+    memory_interval_values,
+    time_interval,
+)
 from sporeloom.planner.search import Option, PlanRequest, describe, why_slower
 from sporeloom.planner.task import PLAIN_TEXT, TrainedTask, auxiliary_bytes
 from sporeloom.strategy.config import OptimizerParallel, Pipeline, Recompute, Strategy
@@ -38,6 +45,7 @@ def as_dict(option: Option, best: Option, cluster: Cluster, task: TrainedTask = 
         "hfu": option.hfu,
         "seconds": {**vars(option.time), "communication": option.time.communication},
         "peak_bytes": option.peak_bytes,
+        **memory_interval_values(memory_interval(option.dims, option.job, task), option.peak_bytes),
         "stages": [{**vars(stage), "total": stage.total} for stage in option.memory],
         "why_slower": None if option is best else why_slower(option, best),
     }
@@ -76,7 +84,10 @@ def table(request: PlanRequest, options: list[Option]) -> str:
             f"experts compute {computed:.1f} rows for each that they get, as each has capacity for all tokens; "
             + ("give the model a capacity_factor" if request.task.has_drops else f"{request.task.name} drops none"),
         ]
-    lines += ["", f"the best one's step: {shares}", f"memory of its stages, GB: {stages}"]
+    memory = memory_interval(dims, best.job, request.task)
+    lines += ["", f"the best one's step: {shares}"]
+    lines += [f"memory of its stages, GB: {stages}; the fullest: {memory.describe(best.peak_bytes)}"]
+    lines += [f"memory: {memory.explain()}"]
     return "\n".join([*lines, f"interval: {interval.explain()}"])
 
 
@@ -122,7 +133,7 @@ def strategy_file(
         path: of this file, for the command.
     """
     job, dims = option.job, request.dims
-    interval = time_interval(dims, job, request.cluster, request.task)
+    interval, memory = time_interval(dims, job, request.cluster, request.task), memory_interval(dims, job, request.task)
     words, named = command_of(request, option, about), shlex.join(["--strategy", str(path)])
     each = request.cluster.devices_per_node
     if request.devices > each:
@@ -133,7 +144,8 @@ def strategy_file(
         f"# Planned for {request.devices} {request.cluster.device_name}: step {option.seconds:.3f} s "
         f"({interval.describe(option.seconds)}), "
         f"{option.tokens_per_s:,.0f} tokens/s, "
-        f"MFU {option.mfu:.1%}, {option.peak_bytes / GB:.1f} GB of {request.cluster.memory_gb:g}.",
+        f"MFU {option.mfu:.1%}, {option.peak_bytes / GB:.1f} GB of {request.cluster.memory_gb:g} "
+        f"({memory.describe(option.peak_bytes)}).",
         f"# sporeloom {command}",
     ]
     recompute = None

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from sporeloom.planner.memory import peak_memory
 from sporeloom.planner.published import Measurement, PublishedRun, UnpredictableError, describe, measured, read_rows
 from sporeloom.planner.published_experts import describe_experts, is_of_experts, measured_experts, read_expert_rows
+from sporeloom.planner.published_memory import RunMemory, run_memory
 from sporeloom.planner.step_time import step_time
 
 
@@ -23,7 +23,7 @@ class Prediction:
     run: PublishedRun
     found: Measurement
     seconds: float
-    memory_bytes: float
+    memory: RunMemory
 
     @property
     def time_error(self) -> float | None:
@@ -32,11 +32,16 @@ class Prediction:
 
     @property
     def memory_error(self) -> float | None:
-        return self.memory_bytes / self.found.memory_bytes - 1 if self.found.memory_bytes else None
+        return self.memory.shown() / self.found.memory_bytes - 1 if self.found.memory_bytes else None
 
     @property
     def fits(self) -> bool:
-        return self.memory_bytes <= self.run.cluster.usable_bytes
+        return self.memory.needed <= self.run.cluster.usable_bytes
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether it depends on what is recomputed, which is not published."""
+        return not self.fits and self.memory.least <= self.run.cluster.usable_bytes
 
 
 def predict(rows: list[dict[str, str]], of_experts: bool = False) -> tuple[list[Prediction], Counter[str]]:
@@ -47,8 +52,8 @@ def predict(rows: list[dict[str, str]], of_experts: bool = False) -> tuple[list[
         try:
             run = describe_experts(row) if of_experts else describe(row)
             found = measured_experts(row) if of_experts else measured(row, run)
-            time, memory = step_time(run.dims, run.job, run.cluster).total, peak_memory(run.dims, run.job)
-            predictions.append(Prediction(run, found, time, memory))
+            time = step_time(run.dims, run.job, run.cluster).total
+            predictions.append(Prediction(run, found, time, run_memory(run)))
         except UnpredictableError as reason:
             reasons[str(reason)] += 1
     return predictions, reasons
@@ -80,17 +85,21 @@ def _judged(predictions: list[Prediction]) -> dict[str, Any]:
         **_counts(judged),
         "all_published": _counts([p for p in judged if not p.run.assumed]),
         "partly_assumed": _counts([p for p in judged if p.run.assumed]),
-        "said_not_to_fit_but_ran": [p.run.id for p in judged if p.found.fits and not p.fits],
+        "said_not_to_fit_but_ran": [p.run.id for p in judged if p.found.fits and not (p.fits or p.is_undecided)],
+        "said_to_fit_but_failed": [p.run.id for p in judged if p.fits and not p.found.fits],
         "not_judged": len(predictions) - len(judged),
     }
 
 
 def _counts(judged: list[Prediction]) -> dict[str, Any]:
     confusion = Counter(
-        ("fits" if p.fits else "does_not_fit") + ("_right" if p.fits == p.found.fits else "_wrong") for p in judged
+        "undecided"
+        if p.is_undecided
+        else ("fits" if p.fits else "does_not_fit") + ("_right" if p.fits == p.found.fits else "_wrong")
+        for p in judged
     )
     right = confusion["fits_right"] + confusion["does_not_fit_right"]
-    names = ("fits_right", "fits_wrong", "does_not_fit_right", "does_not_fit_wrong")
+    names = ("fits_right", "fits_wrong", "does_not_fit_right", "does_not_fit_wrong", "undecided")
     return {
         "rows": len(judged),
         "right": right,
@@ -104,7 +113,8 @@ def validate(path: Path) -> dict[str, Any]:
     runs.
 
     Errors are fractions of the measured value; rows that cannot be predicted are counted with the reason. Of memory all runs
-    are judged: what has a time, a speed or a memory ran, so it fitted; what failed did not.
+    are judged: what has a time, a speed or a memory ran, so it fitted; what failed did not. Where that depends on what is
+    recomputed and this is not published, it is undecided, which is not right.
 
     Raises:
         ConfigError: the file is not such a CSV.

@@ -133,6 +133,11 @@ def test_other_architectures():
     )
 
 
+def test_one_replica_gathers_no_weights():
+    dims, job = MODELS["22B"][0], Parallelism(tp=8, zero=3)
+    assert stage_memory(dims, job) == stage_memory(dims, dataclasses.replace(job, zero=0))
+
+
 def test_first_stages_hold_more_microbatches():
     job = Parallelism(pp=4, num_microbatches=8)
     assert [microbatches_in_flight(job, stage) for stage in range(4)] == [4, 3, 2, 1]

@@ -30,6 +30,10 @@ def test_step_time_and_memory_of_the_published_runs():
     assert sum(group["rows"] for group in time["by_source"].values()) == time["rows"]
     assert sum(group["rows"] for group in time["by_chip"].values()) == time["rows"]
     assert report["not_predicted"]
+    memory = report["memory"]
+    assert memory["rows"] == 76
+    assert memory["median_abs_error"] <= 0.07
+    assert abs(memory["median_error"]) <= 0.03
 
 
 def test_memory_is_judged_of_every_run_that_ran_or_failed(rows):
@@ -47,12 +51,18 @@ def test_memory_is_judged_of_every_run_that_ran_or_failed(rows):
         elif told or any(speeds):
             ran.add(one.run.id)
     assert fits["rows"] == len(ran) + len(failed) > 330 and fits["not_judged"] == len(predictions) - fits["rows"]
-    too_large = {one.run.id for one in predictions if one.memory_bytes > one.run.cluster.usable_bytes}
-    assert set(fits["said_not_to_fit_but_ran"]) == ran & too_large
-    assert fits["does_not_fit_wrong"] == len(ran & too_large) <= 35
-    assert fits["fits_wrong"] == len(failed - too_large) <= 1
+    too_large = {one.run.id for one in predictions if one.memory.needed > one.run.cluster.usable_bytes}
+    in_any_case = {one.run.id for one in predictions if one.memory.least > one.run.cluster.usable_bytes}
+    assert in_any_case <= too_large
+    assert set(fits["said_not_to_fit_but_ran"]) == ran & in_any_case
+    assert set(fits["said_to_fit_but_failed"]) == failed - too_large
+    assert fits["undecided"] == len((ran | failed) & too_large - in_any_case) <= 1
+    assert fits["does_not_fit_wrong"] == len(ran & in_any_case) <= 2
+    assert fits["fits_wrong"] == len(failed - too_large) <= 2
+    assert fits["right"] == fits["rows"] - fits["undecided"] - fits["does_not_fit_wrong"] - fits["fits_wrong"]
+    assert fits["share_right"] >= 0.97
     parts = fits["all_published"], fits["partly_assumed"]
-    for name in ("rows", "right", "fits_right", "fits_wrong", "does_not_fit_right", "does_not_fit_wrong"):
+    for name in ("rows", "right", "fits_right", "fits_wrong", "does_not_fit_right", "does_not_fit_wrong", "undecided"):
         assert sum(part[name] for part in parts) == fits[name]
 
 

@@ -114,21 +114,21 @@ def test_what_does_not_fit_when_simulated_is_refused_with_its_reason(tmp_path, f
 
 
 def test_a_process_that_was_ended_is_no_refusal(tmp_path, monkeypatch):
-    def killed(run):
+    def killed(*_):
         try:
             raise BrokenProcessPool
         except BrokenProcessPool:
             raise ConfigError("a process was ended from outside") from None
 
-    def refused(run):
+    def refused(*_):
         raise ConfigError("rule 3: no")
 
     request = tune_request(tmp_path, **SMALL)
-    monkeypatch.setattr(simulated, "compile_ranks", killed)
+    monkeypatch.setattr(simulated, "step_cost", killed)
     with pytest.raises(ConfigError, match="ended from outside"):
         tune(request, LIMITS, tmp_path / "out")
     assert not list((tmp_path / "out").rglob("candidates/*.json"))
-    monkeypatch.setattr(simulated, "compile_ranks", refused)
+    monkeypatch.setattr(simulated, "step_cost", refused)
     values = tune(request, LIMITS, tmp_path / "out")
     assert values["front"] == [] and {one["reason"] for one in values["refused"]} == {
         "cannot be partitioned: rule 3: no"

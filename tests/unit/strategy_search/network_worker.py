@@ -10,6 +10,7 @@ import yaml
 from mindspore import nn, ops
 from tuned import CLUSTER
 
+from sporeloom.cli.tune import main
 from sporeloom.core.errors import ConfigError
 from sporeloom.dry_run.compile import cost_of
 from sporeloom.dry_run.partitioned import partition_custom
@@ -52,10 +53,10 @@ def _network(rows, width):
 
 
 def best(folder, rows, width, changes):
-    """The fastest strategy of 4 devices: its mesh, whether it shards weights and recomputes; or why there is none."""
+    """The fastest strategy of 2 devices: its mesh, whether it shards weights and recomputes; or why there is none."""
     ms.set_context(mode=ms.GRAPH_MODE)
     try:
-        found, _, number = fastest(_network(rows, width), 4, read_cluster(_cluster(folder, **changes)))
+        found, _, number = fastest(_network(rows, width), 2, read_cluster(_cluster(folder, **changes)))
     except ConfigError as error:
         return error.problems[0]
     strategy = found.strategy
@@ -66,10 +67,10 @@ def every_cost(folder):
     """The cost of each candidate, from one graph of one device and from its own."""
     ms.set_context(mode=ms.GRAPH_MODE)
     network, cluster, found = _network(8, 16), read_cluster(_cluster(folder)), {}
-    for one in list(network.candidates(4))[::7]:
+    for one in list(network.candidates(2))[::3]:
         strategy = strategy_of(yaml.safe_load(network.text(one)))
         own = partition_custom(network.make, strategy, network.inputs)
-        ranks = range(0, 4, strategy.mesh.stage_size)
+        ranks = range(0, 2, strategy.mesh.stage_size)
         costs = network.cost(one, cluster), cost_of(own, ranks, {}, cluster)
         found[one.name] = [[cost.seconds, *cost.pool_bytes.values()] for cost in costs]
     return found
@@ -89,3 +90,19 @@ def chosen_once(folder):
         return out.read_text(), again == out.read_text(), len(searches), error.problems[0]
     finally:
         networks.fastest = search
+
+
+def searched(folder):
+    """The result of the command for the network of this file."""
+    words = [
+        "--network",
+        f"{__file__}:Net",
+        "--inputs",
+        "8x16:float32",
+        "--cluster",
+        str(_cluster(folder)),
+        "--devices",
+        "2",
+    ]
+    code = main([*words, "--simulate", "3", "--certify", "0", "--out", f"{folder}/out"])
+    return code, json.loads(Path(folder, "out/tune.json").read_text()), Path(folder, "out/tune.html").read_text()

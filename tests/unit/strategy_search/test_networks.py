@@ -5,6 +5,8 @@ from pathlib import Path
 
 from conftest import call
 
+from sporeloom.strategy.loader import load_strategy
+
 WORKER = Path(__file__).with_name("network_worker.py")
 SLOW = {"devices_per_node": 8, "intra_node_gb_per_s": 1}
 
@@ -13,7 +15,7 @@ def test_large_weights_are_sharded_and_many_rows_are_divided(tmp_path):
     """Where links are slow, what is sent decides: activations of few rows, or gradients of few weights."""
     few_rows, *_ = call(WORKER, "best", str(tmp_path), 4, 512, SLOW)
     many_rows, *_ = call(WORKER, "best", str(tmp_path), 4096, 8, SLOW)
-    assert few_rows["dp"] == 1 and many_rows["dp"] == 4
+    assert few_rows["dp"] == 1 and many_rows["dp"] == 2
 
 
 def test_costs_come_from_one_graph_of_one_device(tmp_path):
@@ -43,3 +45,14 @@ def test_auto_keeps_its_choice_and_needs_inputs(tmp_path):
     assert problem == (
         'auto_parallel(net, "auto", cluster=...) simulates a step: give inputs=[...], the arrays of a batch'
     )
+
+
+def test_the_command_searches_a_network_in_a_file(tmp_path):
+    code, values, page = call(WORKER, "searched", str(tmp_path))
+    assert (
+        code == 0 and len(values["simulated"]) == 3 and values["inputs"]["model"]["network"] == "network_worker.py:Net"
+    )
+    for point in values["front"]:
+        assert load_strategy(tmp_path / "out" / point["strategy"]).mesh.size == 2
+        assert point["rows_per_s"] == 8 / point["step_time_s"] and point["closed_form"] is None
+    assert "Strategies of network_worker.py:Net" in page and "rows/s" in page

@@ -75,8 +75,20 @@ def network_of(text: str) -> Any:
     Raises:
         ConfigError: there is none, or several, or the file cannot be run.
     """
-    nn = import_module("mindspore").nn
     _, _, value = defined(text)
+    return made(text, value)
+
+
+def made(text: str, value: Any) -> Any:
+    """Create the Cell that a class or function makes, or take a Cell as it is.
+
+    Args:
+        text: names it in messages.
+
+    Raises:
+        ConfigError: it cannot be called without arguments, or makes no Cell.
+    """
+    nn = import_module("mindspore").nn
     try:
         net = value() if callable(value) and not isinstance(value, nn.Cell) else value
     except Exception as error:

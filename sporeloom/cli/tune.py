@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from sporeloom.certification.shrink import POSSIBLE_PROCESSES
 from sporeloom.cli.plan import PlanConfig
 from sporeloom.cli.plan import requested as planned
-from sporeloom.cli.rules import defined, described_input
+from sporeloom.cli.rules import defined, described_input, made
 from sporeloom.core.command_line import option, parse_args
 from sporeloom.core.errors import ConfigError, Problems
 from sporeloom.core.files import unwritable
@@ -175,7 +175,7 @@ def check_network(config: TuneConfig) -> NetworkRequest:
         )
     drawn = np.random.default_rng(0)
     inputs = [_drawn(drawn, *shape) for shape in shapes if shape]
-    network = networks.Network(make, shapes)
+    network = networks.Network(lambda: made(f"--network {config.network}", make), shapes)
     job = NetworkJob(cluster.with_running(config.devices), config.devices, inputs, file.resolve(), name)
     return NetworkRequest(network, job, config.cluster, faults)
 

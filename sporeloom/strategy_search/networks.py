@@ -25,8 +25,10 @@ from sporeloom.mindspore_compat.names import mind_ir
 from sporeloom.parallel.choose import MAX_TP, pairs, products, rules_of
 from sporeloom.parallel.layers import layers_of
 from sporeloom.parallel.operators import operators
+from sporeloom.partition.graph import Graph
 from sporeloom.planner.cluster import Cluster, read_cluster
 from sporeloom.runtime.spmd.compile import compile_for_one_device
+from sporeloom.runtime.spmd.step_graphs import types_of
 from sporeloom.strategy.certificate import about_versions
 from sporeloom.strategy.checks import divisors
 from sporeloom.strategy.config import OptimizerParallel, Pipeline, Recompute, Strategy
@@ -75,7 +77,7 @@ class Network:
         """Strategies on so many devices: meshes of dp, tp over pairs of products, and pp over the layers; microbatches,
         schedules, kinds of ZeRO, recomputation. All meshes come first with what costs no time."""
         for recompute, zero, mesh in itertools.product(recomputes, SHARDINGS, list(self._meshes(devices))):
-            if zero is None or mesh.replicas > 1:
+            if (zero is None or mesh.replicas > 1) and (recompute is None or self.layers):
                 for pipeline in _pipelines(mesh.pp, self.rows // mesh.dp):
                     yield Candidate(
                         Strategy(mesh=mesh, pipeline=pipeline, optimizer_parallel=zero, recompute=recompute)
@@ -85,7 +87,13 @@ class Network:
         widths = math.gcd(*(narrow.inner for _, narrow in self.pairs)) if self.pairs else 1
         for tp, pp in itertools.product(divisors(devices), divisors(devices)):
             dp, left = divmod(devices, tp * pp)
-            if not left and tp <= MAX_TP and widths % tp == 0 and pp <= len(self.layers) and self.rows % dp == 0:
+            if (
+                not left
+                and tp <= MAX_TP
+                and widths % tp == 0
+                and pp <= max(1, len(self.layers))
+                and self.rows % dp == 0
+            ):
                 yield Mesh(pp=pp, dp=dp, tp=tp)
 
     def text(self, candidate: Candidate, head: Sequence[str] = ()) -> str:
@@ -108,8 +116,23 @@ class Network:
             return mind_ir.ModelProto.FromString(self._graphs[key])
 
         partitioned = partition_custom(self.make, strategy, self.inputs, compiled)
+        _check_loss(partitioned.cut.sharded.source)
         ranks = range(0, strategy.mesh.size, strategy.mesh.stage_size)
         return cost_of(partitioned, ranks, {}, cluster)
+
+
+def _check_loss(graph: Graph) -> None:
+    """Check that the first output of a step is a number.
+
+    Raises:
+        ConfigError: it is not: the network returns no loss.
+    """
+    loss = types_of(graph).get(graph.outputs[0])
+    if loss is not None and loss.num_elements != 1:
+        raise ConfigError(
+            f"the network returns {list(loss.shape)} and no loss: wrap it into a Cell that also takes the labels and returns "
+            "its loss, a number"
+        )
 
 
 def _pipelines(pp: int, rows: int) -> Iterator[Pipeline]:

@@ -63,6 +63,15 @@ def best(folder, rows, width, changes):
     return strategy.mesh.degrees, strategy.optimizer_parallel is not None, strategy.recompute is not None, number
 
 
+def without_loss(folder):
+    """The message about a network that returns predictions."""
+    ms.set_context(mode=ms.GRAPH_MODE)
+    try:
+        fastest(Network(lambda: nn.Dense(16, 4), [((8, 16), np.float32)]), 2, read_cluster(_cluster(folder)))
+    except ConfigError as error:
+        return error.problems[0]
+
+
 def every_cost(folder):
     """The cost of each candidate, from one graph of one device and from its own."""
     ms.set_context(mode=ms.GRAPH_MODE)

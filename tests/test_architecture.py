@@ -47,7 +47,16 @@ PACKAGES = {
     "serve": {"checkpoint", "data", "dry_run", "inference", "planner", "runtime", "strategy"},
     "dry_run": {"nn", "parallel", "partition", "planner", "runtime", "strategy", "tasks", "train"},
     "certification": {"data", "dry_run", "parallel", "partition", "planner", "runtime", "strategy", "tasks", "train"},
-    "strategy_search": {"certification", "dry_run", "planner", "simulation", "strategy"},
+    "strategy_search": {
+        "certification",
+        "dry_run",
+        "parallel",
+        "partition",
+        "planner",
+        "runtime",
+        "simulation",
+        "strategy",
+    },
     "integrations": {"checkpoint", "data", "dialects", "inference", "runtime", "strategy", "train"},
 }
 PACKAGES["cli"] = set(PACKAGES)

@@ -68,9 +68,31 @@ def certify(
     Raises:
         ConfigError: an argument cannot be used.
     """
-    folder, given = Path(out), {"mesh": dict(mesh), **settings} if mesh is not None else None
-    large = _checked(strategy, given, folder, processes)
+    given = {"mesh": dict(mesh), **settings} if mesh is not None else None
     file, name = _source_of(network)
+    return certify_file(
+        file, name, inputs, strategy, Path(out), processes, given=given, memory_gb=memory_gb, cluster=cluster
+    )
+
+
+def certify_file(
+    file: Path,
+    name: str,
+    inputs: Sequence[Any],
+    strategy: str | Path | None,
+    folder: Path,
+    processes: int,
+    *,
+    given: dict[str, Any] | None = None,
+    memory_gb: float | None = None,
+    cluster: str | Path | None = None,
+) -> dict[str, Any]:
+    """Certify the network that `name` of a Python file makes: see `certify`.
+
+    Args:
+        given: settings of the strategy instead of its file.
+    """
+    large = _checked(strategy, given, folder, processes)
     chips = _cluster_of(cluster, large)
     memory_gb = chips.usable_bytes / GB if chips and memory_gb is None else memory_gb
     small = small_strategies(large, None, processes)
@@ -88,7 +110,7 @@ def certify(
         ranks = _on_full_mesh(large, partial, folder / "logs", checks, seconds) if not checks["proof"] else []
     if memory_gb is not None and ranks:
         checks["memory"] = list(full_size.state_problems(ranks, memory_gb))
-    values = certificate_values(_covered(file, name, large), checks, proofs, one_device, small, seconds)
+    values = certificate_values(covered_settings_of(file, name, large), checks, proofs, one_device, small, seconds)
     if chips and ranks and not checks["shards"]:
         values["estimate"] = estimate = full_size.custom_estimate(ranks, large, len(inputs[0]), chips)
         milestone(f"estimated: a step with {estimate['step_time_s']:.3g} s of work on {chips.chip} (no interval known)")
@@ -133,7 +155,7 @@ def _checked(strategy: str | Path | None, given: dict[str, Any] | None, out: Pat
     return large
 
 
-def _covered(file: Path, name: str, strategy: Strategy) -> dict[str, Any]:
+def covered_settings_of(file: Path, name: str, strategy: Strategy) -> dict[str, Any]:
     """Describe the settings that the certificate covers."""
     network = {"file": file.name, "name": name, "source": read_utf8(file)}
     return {"network": network, "strategy": about_strategy(strategy), "versions": about_versions()}

@@ -44,10 +44,10 @@ class RulesConfig:
 
 def main(argv: Sequence[str]) -> int:
     config = parse_args(RulesConfig, __doc__, argv)
-    inputs = [_input(text) for text in config.inputs]
+    inputs = [described_input(text) for text in config.inputs]
     prepare_environment()
     import_module("mindspore").set_device("CPU")
-    net = _network(config.network)
+    net = network_of(config.network)
     addressable = import_module("sporeloom.parallel.addressable")  # loads MindSpore
     shapes, functional = _shapes(net, inputs) if inputs else (None, {})
     print(addressable.table_of_operators(net, shapes))
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _input(text: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
+def described_input(text: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
     found = INPUT.fullmatch(text)
     try:
         if found:
@@ -69,8 +69,37 @@ def _input(text: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
     raise ConfigError(f"--inputs {text}: write shape:type, as in 8x32:float32 or scalar:int32")
 
 
-def _network(text: str) -> Any:
+def network_of(text: str) -> Any:
     """Create the Cell that a file defines.
+
+    Raises:
+        ConfigError: there is none, or several, or the file cannot be run.
+    """
+    _, _, value = defined(text)
+    return made(text, value)
+
+
+def made(text: str, value: Any) -> Any:
+    """Create the Cell that a class or function makes, or take a Cell as it is.
+
+    Args:
+        text: names it in messages.
+
+    Raises:
+        ConfigError: it cannot be called without arguments, or makes no Cell.
+    """
+    nn = import_module("mindspore").nn
+    try:
+        net = value() if callable(value) and not isinstance(value, nn.Cell) else value
+    except Exception as error:
+        raise ConfigError(f"{text}: {type(error).__name__}: {first_line(error)}") from None
+    if not isinstance(net, nn.Cell):
+        raise ConfigError(f"{text}: is not a Cell and returns none")
+    return net
+
+
+def defined(text: str) -> tuple[Path, str, Any]:
+    """Run a file, and find what FILE:NAME names, or the only Cell in FILE: its path, name and value.
 
     Raises:
         ConfigError: there is none, or several, or the file cannot be run.
@@ -89,27 +118,20 @@ def _network(text: str) -> Any:
     sys.argv = [file]  # a script may look at its arguments
     try:
         spec.loader.exec_module(module)
-        own = {
-            key: value
-            for key, value in vars(module).items()
-            if isinstance(value, nn.Cell)
-            or (inspect.isclass(value) and issubclass(value, nn.Cell) and value.__module__ == path.stem)
-        }
-        if name and not hasattr(module, name):
-            raise ConfigError(f"{file}: has no {name}; it has {', '.join(own) or 'no Cell'}")
-        if not name and len(own) != 1:
-            raise ConfigError(
-                f"{file}: has {', '.join(own) or 'no Cell'}; name one, as in {file}:{next(iter(own), 'Net')}"
-            )
-        value = getattr(module, name) if name else next(iter(own.values()))
-        net = value() if callable(value) and not isinstance(value, nn.Cell) else value
-    except ConfigError:
-        raise
     except Exception as error:
         raise ConfigError(f"{text}: {type(error).__name__}: {first_line(error)}") from None
-    if not isinstance(net, nn.Cell):
-        raise ConfigError(f"{text}: is not a Cell and returns none")
-    return net
+    own = {
+        key: value
+        for key, value in vars(module).items()
+        if isinstance(value, nn.Cell)
+        or (inspect.isclass(value) and issubclass(value, nn.Cell) and value.__module__ == path.stem)
+    }
+    if name and not hasattr(module, name):
+        raise ConfigError(f"{file}: has no {name}; it has {', '.join(own) or 'no Cell'}")
+    if not name and len(own) != 1:
+        raise ConfigError(f"{file}: has {', '.join(own) or 'no Cell'}; name one, as in {file}:{next(iter(own), 'Net')}")
+    name = name or next(iter(own))
+    return path, name, getattr(module, name)
 
 
 def _shapes(net: Any, inputs: Sequence[tuple[tuple[int, ...], Any]]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -2,6 +2,7 @@
 """Search strategies beyond those of `plan`, simulate the best, and prove the fastest.
 
     sporeloom tune --model pangu --size 13b --cluster ascend910b --devices 64 --global-batch-size 128 --out tuned
+    sporeloom tune --network net.py:Net --inputs 64x32:float32 64x10:float32 --cluster ascend910b --devices 8 --out tuned
 
 Every strategy on the best meshes of `plan` (uneven stages, schedules, kinds of ZeRO, recomputation, context parallelism and
 offloading, experts over tp) is scored in closed form. The best are partitioned and simulated, as `dry-run --memory --time`.
@@ -12,17 +13,22 @@ that was ended. Exit code 1: nothing that was simulated can run.
 """
 
 import dataclasses
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from sporeloom.certification.shrink import POSSIBLE_PROCESSES
 from sporeloom.cli.plan import PlanConfig
 from sporeloom.cli.plan import requested as planned
+from sporeloom.cli.rules import defined, described_input, made
 from sporeloom.core.command_line import option, parse_args
-from sporeloom.core.errors import Problems
+from sporeloom.core.errors import ConfigError, Problems
 from sporeloom.core.files import unwritable
 from sporeloom.core.json_text import json_text
 from sporeloom.core.locks import one_writer
@@ -37,8 +43,16 @@ from sporeloom.runtime.environment import prepare_environment
 from sporeloom.simulation.faults import HOUR_S, FaultRates, read_faults
 from sporeloom.strategy.checks import POSSIBLE_SIZES, is_possible_size
 from sporeloom.strategy_search.report import lines
-from sporeloom.strategy_search.request import FaultModel, TunedModel, TuneRequest
+from sporeloom.strategy_search.request import (
+    FaultModel,
+    NetworkJob,
+    NetworkRequest,
+    SearchRequest,
+    TunedModel,
+    TuneRequest,
+)
 
+OF_MODELS = ("model", "size", "global_batch_size", "seq_len", "compute_dtype", "meshes")
 OF_FAULTS = ("steps", "checkpoint_pause_s", "restart_s")
 
 
@@ -53,7 +67,19 @@ class TuneConfig:
     size: str = option("tiny", "built-in size of the family")
     cluster: Path = option(..., "cluster file, or name of a built-in cluster")
     devices: Devices = option(..., "number of devices of the job")
-    global_batch_size: Count = option(..., "number of sequences in one step, over all devices")
+    global_batch_size: Count | None = option(
+        None, "number of sequences in one step, over all devices; needed unless there is a `--network` (default: none)"
+    )
+    network: str | None = option(
+        None,
+        "FILE:NAME instead of a model: a class or function at the top of a Python file, called without arguments, that "
+        "returns a Cell, which returns its loss. The file is run (default: none)",
+    )
+    inputs: tuple[str, ...] = option(
+        (),
+        "shape and element type of each input of the network, as in 64x32:float32; dim 0 of the first is the batch "
+        "(default: none)",
+    )
     seq_len: Count | None = option(None, "number of tokens in a sequence (default: the model's maximum context length)")
     compute_dtype: Literal["bfloat16", "float16", "float32"] = option("bfloat16", "number type of matrix products")
     out: Path = option(
@@ -87,8 +113,13 @@ class TuneConfig:
 
 def main(argv: Sequence[str]) -> int:
     config = parse_args(TuneConfig, __doc__, argv, check)
-    request = check(config)
-    prepare_environment()
+    request: SearchRequest
+    if config.network:
+        prepare_environment()
+        request = check_network(config)
+    else:
+        request = check(config)
+        prepare_environment()
     running = import_module("sporeloom.strategy_search.run")
     limits = running.Limits(
         meshes=config.meshes, simulate=config.simulate, certify=config.certify, processes=config.processes
@@ -122,6 +153,40 @@ def check(config: TuneConfig) -> TuneRequest:
     return TuneRequest(plan, tuned, config.cluster, faults)
 
 
+def check_network(config: TuneConfig) -> NetworkRequest:
+    """Build the request for a custom network from the flags. The file is run.
+
+    Raises:
+        ConfigError: all problems of the flags and of the cluster; or of the network.
+    """
+    problems = Problems([*number_problems(config), *_problems(config)])
+    cluster = problems.of(read_cluster, config.cluster)
+    faults = problems.of(_faults, config, cluster) if cluster else None
+    shapes = [problems.of(described_input, text) for text in config.inputs]
+    problems.raise_if_any()
+    assert cluster and config.network
+    networks = import_module("sporeloom.strategy_search.networks")  # loads MindSpore
+    import_module("sporeloom.dry_run.partitioned").begin()
+    import_module("mindspore").set_context(mode=0)  # graphs
+    file, name, make = defined(config.network)
+    if not (inspect.isclass(make) or inspect.isfunction(make)):
+        raise ConfigError(
+            f"--network {config.network}: name a class or a function, of which each proof makes its own network"
+        )
+    drawn = np.random.default_rng(0)
+    inputs = [_drawn(drawn, *shape) for shape in shapes if shape]
+    network = networks.Network(lambda: made(f"--network {config.network}", make), shapes)
+    job = NetworkJob(cluster.with_running(config.devices), config.devices, inputs, file.resolve(), name)
+    return NetworkRequest(network, job, config.cluster, faults)
+
+
+def _drawn(drawn: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Values of an input for a proof: 0 and 1 where they are whole numbers, as these may be indices."""
+    if dtype.kind in "iub":
+        return np.asarray(drawn.integers(0, 2, shape)).astype(dtype)
+    return drawn.standard_normal(shape).astype(dtype)
+
+
 def _plan(config: TuneConfig) -> PlanRequest:
     flags = {name: getattr(config, name) for name in ("model", "cluster", "devices", "global_batch_size", "seq_len")}
     size = None if model_folder(config.model) else config.size
@@ -130,6 +195,7 @@ def _plan(config: TuneConfig) -> PlanRequest:
 
 def _problems(config: TuneConfig) -> list[str]:
     problems = []
+    problems += _network_problems(config)
     if config.processes not in POSSIBLE_PROCESSES:
         problems.append(f"--processes {config.processes}: give one of {', '.join(map(str, POSSIBLE_PROCESSES))}")
     if config.devices == 1 or not is_possible_size(config.devices):
@@ -148,6 +214,20 @@ def _problems(config: TuneConfig) -> list[str]:
         flags = ", ".join("--" + name.replace("_", "-") for name in missing)
         problems.append(f"--faults {config.faults}: goodput needs {flags}, too")
     return problems
+
+
+def _network_problems(config: TuneConfig) -> list[str]:
+    if not config.network:
+        problems = (
+            [] if config.global_batch_size else ["--global-batch-size is needed: sequences of a step over all devices"]
+        )
+        return problems + (["--inputs are those of a --network: give it, or leave them out"] if config.inputs else [])
+    usual = TuneConfig(cluster=config.cluster, devices=config.devices, out=config.out)
+    given = [name for name in OF_MODELS if getattr(config, name) != getattr(usual, name)]
+    problems = [f"--{name.replace('_', '-')} is for a model, not for a --network: leave it out" for name in given]
+    return problems + (
+        [] if config.inputs else ["--network needs --inputs, as in --inputs 64x32:float32 64x10:float32"]
+    )
 
 
 def _faults(config: TuneConfig, cluster: Cluster) -> FaultModel | None:

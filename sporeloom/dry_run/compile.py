@@ -7,9 +7,9 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
 from sporeloom.core.errors import ConfigError
-from sporeloom.dry_run.memory.run import memory_timeline
+from sporeloom.dry_run.memory.run import memory_timeline, pool_bytes
 from sporeloom.dry_run.partitioned import Partitioned, partition_model
-from sporeloom.dry_run.rank_report import RankParameter, RankReport, rank_parameters
+from sporeloom.dry_run.rank_report import RankParameter, RankReport, StepCost, rank_parameters
 from sporeloom.dry_run.time.device_model import DeviceModel
 from sporeloom.dry_run.time.run import step_times
 from sporeloom.dry_run.walk import PHASE_OF_PASS
@@ -59,6 +59,35 @@ def compile_ranks(
         dataclasses.replace(report, memory=memory_timeline(partitioned, report.rank, auxiliary.get(report.rank)))
         for report in reports
     ]
+
+
+def step_cost(
+    family: str,
+    model: ModelConfig,
+    strategy: Strategy,
+    ranks: Sequence[int],
+    batch: tuple[int, int],
+    accumulate: int,
+    task: TrainedTask,
+    auxiliary: Mapping[int, Mapping[str, int]],
+    cluster: Cluster,
+) -> StepCost:
+    """Simulate the time of a step and the memory of some ranks, as `compile_ranks` does, and nothing else.
+
+    Raises:
+        ConfigError: it cannot be partitioned.
+    """
+    partitioned = partition_model(family, model, strategy, batch, False, accumulate, task)
+    return cost_of(partitioned, ranks, auxiliary, cluster)
+
+
+def cost_of(
+    partitioned: Partitioned, ranks: Sequence[int], auxiliary: Mapping[int, Mapping[str, int]], cluster: Cluster
+) -> StepCost:
+    """Simulate a partitioned step."""
+    step = step_times(partitioned, DeviceModel(cluster, partitioned.strategy.mesh.stage_size))
+    pools = {rank: pool_bytes(partitioned, rank, auxiliary.get(rank)) for rank in ranks}
+    return StepCost(max(of.end for of in step.values()), pools)
 
 
 def rank_report(partitioned: Partitioned, rank: int) -> RankReport:

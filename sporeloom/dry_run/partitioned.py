@@ -23,6 +23,7 @@ from sporeloom.planner.task import PLAIN_TEXT, TrainedTask
 from sporeloom.runtime.environment import prepare_environment
 from sporeloom.runtime.spmd.call_graphs import cut_call, num_microbatches_of
 from sporeloom.runtime.spmd.step_graphs import (
+    Compiled,
     Cut,
     CutUpdate,
     compiled_or_cached,
@@ -79,23 +80,29 @@ def partition_model(
 
 
 def partition_custom(
-    make: Callable[[], nn.Cell], strategy: Strategy, inputs: Sequence[tuple[Shape, Any]]
+    make: Callable[[], nn.Cell],
+    strategy: Strategy,
+    inputs: Sequence[tuple[Shape, Any]],
+    compiled: Compiled | None = None,
 ) -> Partitioned:
     """Partition a step of AdamW of a custom network, which returns its loss, as `auto_parallel` runs it.
 
     Args:
         make: makes the network.
         inputs: global shape and NumPy dtype of each.
+        compiled: compiles the step for one device, in a process that is set up; without, `begin` sets it up.
 
     Raises:
         ConfigError: it cannot be partitioned.
     """
-    begin()
+    if compiled is None:
+        begin()
+        compiled = compiled_or_cached
     start, built = time.perf_counter(), custom_cell(make, strategy, inputs)
     if strategy.mesh.pp == 1:
-        return _partitioned(built, strategy, 1)
+        return _partitioned(built, strategy, 1, compiled)
     cell, report, inputs = built
-    model = compiled_or_cached(cell, inputs)
+    model = compiled(cell, inputs)
     cut = cut_call(model, cell, strategy, num_microbatches_of(model, cell, inputs, strategy))
     sums = [position for position, name in enumerate(cut.divided.main.outputs) if name in cut.summed]
     update = CutUpdate(cut.sharded, cut.after)
@@ -122,17 +129,19 @@ def begin() -> None:
     pin_cpu()  # on machines with devices, too: the graph does not depend on them
 
 
-def _partitioned(built: DryRunCell, strategy: Strategy, num_passes: int) -> Partitioned:
+def _partitioned(
+    built: DryRunCell, strategy: Strategy, num_passes: int, compiled: Compiled = compiled_or_cached
+) -> Partitioned:
     start, (cell, report, inputs) = time.perf_counter(), built
 
     trained = built.trained
     if strategy.mesh.pp == 1 and (num_passes == 1 or not trained):  # runs as one graph
-        cut = whole_cell(compiled_or_cached(cell, inputs), cell, strategy)
+        cut = whole_cell(compiled(cell, inputs), cell, strategy)
         return Partitioned(strategy, report, cut, None, 1, trained, time.perf_counter() - start)
     if not isinstance(cell, TrainStep):
-        cut = cut_cell(compiled_or_cached(cell, inputs), cell, strategy, is_training=False)
+        cut = cut_cell(compiled(cell, inputs), cell, strategy, is_training=False)
         return Partitioned(strategy, report, cut, None, 1, trained, time.perf_counter() - start)
     microbatch, inputs = microbatch_of(cell, inputs, num_passes, strategy)
-    cut = cut_cell(compiled_or_cached(microbatch, inputs), microbatch, strategy, is_training=True)
-    update, sums = cut_update(compiled_or_cached, cut, cell, strategy), range(1, 1 + len(trained))
+    cut = cut_cell(compiled(microbatch, inputs), microbatch, strategy, is_training=True)
+    update, sums = cut_update(compiled, cut, cell, strategy), range(1, 1 + len(trained))
     return Partitioned(strategy, report, cut, update, num_passes, trained, time.perf_counter() - start, sums)

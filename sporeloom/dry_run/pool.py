@@ -4,16 +4,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from importlib import import_module
+from typing import TypeVar
 
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.processes import FAST_MALLOC, MALLOC, begin_forked, forking_context
 from sporeloom.dry_run.by_depth import full_depth, reduced_depths
 from sporeloom.dry_run.config import DryRun
-from sporeloom.dry_run.rank_report import RankReport
+from sporeloom.dry_run.rank_report import RankReport, StepCost
 from sporeloom.dry_run.summary import auxiliary_of_rank
 from sporeloom.models.config import ModelConfig
 from sporeloom.runtime.environment import prepare_environment
@@ -23,6 +24,7 @@ COMPILER = "sporeloom.dry_run.compile"
 """The module that a process loads, with MindSpore."""
 
 Reports = Future[list[RankReport]]
+Result = TypeVar("Result")
 
 
 def compile_ranks(run: DryRun) -> list[RankReport]:
@@ -31,12 +33,26 @@ def compile_ranks(run: DryRun) -> list[RankReport]:
     Raises:
         ConfigError: the model cannot be partitioned, or a process ended.
     """
+    return _in_pool(run, _extrapolated if run.config.fast else _compiled)
+
+
+def step_cost(run: DryRun) -> StepCost:
+    """Simulate the time of a step and the memory of one rank of each stage, in a process of its own.
+
+    Raises:
+        ConfigError: the model cannot be partitioned, or the process ended.
+    """
+    return _in_pool(run, lambda run, pool: pool.submit(cost_in_process, run).result())
+
+
+def _in_pool(run: DryRun, work: Callable[[DryRun, ProcessPoolExecutor], Result]) -> Result:
+    """Call `work` with processes that have loaded MindSpore."""
     os.environ.setdefault(MALLOC, f"{FAST_MALLOC}:glibc.malloc.hugetlb=1")  # in large pages: these graphs are large
     prepare_environment()
     context, begin = forking_context(COMPILER), (os.getpid(), dict(os.environ))
     with ProcessPoolExecutor(run.jobs, context, begin_forked, begin, max_tasks_per_child=1) as pool:
         try:
-            return (_extrapolated if run.config.fast else _compiled)(run, pool)
+            return work(run, pool)
         except BrokenProcessPool:
             raise ConfigError(
                 f"a process that compiled (ranks {', '.join(map(str, run.distinct_ranks))}) was ended from outside, most "
@@ -68,3 +84,20 @@ def compile_stages(run: DryRun, model: ModelConfig, strategy: Strategy, ranks: S
         run.config.model, model, strategy, ranks, *options, auxiliary, run.cluster
     )
     return reports
+
+
+def cost_in_process(run: DryRun) -> StepCost:
+    """Simulate a step in this process."""
+    auxiliary = {rank: auxiliary_of_rank(run, rank) for rank in run.distinct_ranks}
+    found: StepCost = import_module(COMPILER).step_cost(
+        run.config.model,
+        run.model,
+        run.strategy,
+        run.distinct_ranks,
+        (run.batch_size, run.seq_len),
+        run.config.accumulate,
+        run.task,
+        auxiliary,
+        run.cluster,
+    )
+    return found

@@ -76,6 +76,25 @@ class RankReport:
     """The tasks of the first rank of every stage over a step, with their times, if requested."""
 
 
+@dataclass(frozen=True)
+class StepCost:
+    """Simulated time and memory of a step."""
+
+    seconds: float
+    pool_bytes: dict[int, int]
+    """Rank -> bytes of the pool that holds all allocations of its step."""
+
+    @property
+    def worst_rank(self) -> int:
+        """The first rank that needs the most memory."""
+        return max(self.pool_bytes, key=lambda rank: (self.pool_bytes[rank], -rank))
+
+    @property
+    def peak_bytes(self) -> int:
+        """Memory of the worst rank."""
+        return self.pool_bytes[self.worst_rank]
+
+
 def rank_parameters(report: Report, shapes: Mapping[str, tuple[int, ...]]) -> list[RankParameter]:
     """List the parameters that a rank's graphs use, in the order of the network.
 

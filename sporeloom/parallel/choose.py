@@ -83,6 +83,15 @@ def pairs(found: list[Product]) -> list[tuple[list[Product], Product]]:
     return result
 
 
+def rules_of(found: list[tuple[list[Product], Product]]) -> list[str]:
+    """Rules that shard pairs over tp: the products that widen by columns, the one that narrows by rows."""
+    rules = []
+    for wide, narrow in found:
+        rules += [f"{p.path}: [{', '.join(map(show, p.by_columns))}]" for p in wide]
+        rules.append(f"{narrow.path}: [{', '.join(map(show, narrow.by_rows))}]")
+    return rules
+
+
 def choose(net: nn.Cell, devices: int, memory_gb: float) -> str:
     """Write a strategy file for `net` on `devices`, with the reasons in its first lines.
 
@@ -108,8 +117,5 @@ def choose(net: nn.Cell, devices: int, memory_gb: float) -> str:
         f"mesh: {{dp: {devices // tp}, tp: {tp}}}" if tp > 1 else f"mesh: {{dp: {devices}}}",
     ]
     if tp > 1:
-        lines += ["rules:", "  operators:"]
-        for wide, narrow in paired:
-            lines += [f"    {p.path}: [{', '.join(map(show, p.by_columns))}]" for p in wide]
-            lines.append(f"    {narrow.path}: [{', '.join(map(show, narrow.by_rows))}]")
+        lines += ["rules:", "  operators:", *(f"    {rule}" for rule in rules_of(paired))]
     return "\n".join(lines) + "\n"

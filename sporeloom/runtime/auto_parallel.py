@@ -69,7 +69,9 @@ def auto_parallel(
         net: the network, or the network with its loss.
         strategy: a strategy file, or "auto". "auto" chooses a strategy from the network's matrix products and writes it to
             `auto_parallel.yaml`. Its settings are `devices` (default: those launched), `memory_gb` (memory of a device for
-            parameters and training state) and `out` (another file). Give `strategy` or `mesh`, not both.
+            parameters and training state) and `out` (another file). With `cluster`, a cluster file or the name of a built-in
+            one, and `inputs`, the arrays of one batch, it simulates a step of every strategy instead and takes the fastest
+            that fits; the network returns its loss. Give `strategy` or `mesh`, not both.
         mesh: degrees of the mesh axes, such as `{"dp": 2, "tp": 2}`. Without rules this is data parallelism.
         check: also compute the first call of each step, function or evaluation on one device, on every rank, and stop where
             the loss, a gradient or an updated parameter differs. On CPU processes, without dropout and bfloat16.

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from sporeloom.strategy.config import Strategy
 from sporeloom.strategy.loader import load_strategy, strategy_of
 
 AUTO = "auto"
+OF_AUTO = ("devices", "memory_gb", "out", "cluster", "inputs")
 CHOSEN = Path("auto_parallel.yaml")
 DEVICE_GB = 16.0
 """Default of `memory_gb`: memory in GB of a device for parameters and training state, a limit that `auto` tries to meet."""
@@ -35,11 +37,11 @@ def strategy_for(
     if (strategy is None) == (mesh is None):
         raise ConfigError("auto_parallel takes a strategy file or mesh=..., one of them")
     if strategy == AUTO:
-        if unknown := settings.keys() - {"devices", "memory_gb", "out"}:
+        if unknown := settings.keys() - OF_AUTO:
             raise ConfigError(
-                f'auto_parallel(net, "auto") takes devices, memory_gb and out, not {", ".join(sorted(unknown))}'
+                f'auto_parallel(net, "auto") takes {", ".join(OF_AUTO)}, not {", ".join(sorted(unknown))}'
             )
-        loaded = _chosen(net, **settings)
+        loaded = (_simulated if "cluster" in settings else _chosen)(net, **settings)
     elif strategy is not None and settings:
         raise ConfigError(
             f"auto_parallel: {', '.join(settings)} belong into {strategy}, or give mesh=... instead of it"
@@ -50,15 +52,47 @@ def strategy_for(
     return loaded
 
 
+def _simulated(
+    net: nn.Cell,
+    cluster: str | Path,
+    inputs: Sequence[Any] = (),
+    devices: int | None = None,
+    memory_gb: float | None = None,
+    out: str | Path = CHOSEN,
+) -> Strategy:
+    """Choose the strategy whose step is the fastest on a cluster by simulation; the first process writes it to `out`. A
+    choice that is there for the same network, inputs, devices and cluster is taken as it is.
+
+    Raises:
+        ConfigError: `out` exists with another choice; nothing fits; or there are no inputs.
+    """
+    networks = import_module("sporeloom.strategy_search.networks")  # what simulates steps lies above what runs them
+    return _written(
+        networks.choice(net, inputs, devices or launched_processes(), cluster, memory_gb, Path(out)), Path(out)
+    )
+
+
 def _chosen(
-    net: nn.Cell, devices: int | None = None, memory_gb: float = DEVICE_GB, out: str | Path = CHOSEN
+    net: nn.Cell, devices: int | None = None, memory_gb: float = DEVICE_GB, out: str | Path = CHOSEN, inputs: Any = None
 ) -> Strategy:
     """Choose a strategy for `net`; the first process writes it to `out`.
 
     Raises:
-        ConfigError: `out` exists with other content.
+        ConfigError: `out` exists with other content, or there are inputs without a cluster.
     """
-    text, path = choose(net, devices or launched_processes(), memory_gb), Path(out)
+    if inputs is not None:
+        raise ConfigError(
+            'auto_parallel(net, "auto"): inputs are for a simulation; give cluster=..., too, or leave them out'
+        )
+    return _written(choose(net, devices or launched_processes(), memory_gb), Path(out))
+
+
+def _written(text: str, path: Path) -> Strategy:
+    """Load the text of a strategy, which the first process writes to `path`.
+
+    Raises:
+        ConfigError: `path` has other content.
+    """
     if path.exists() and path.read_text(encoding="utf-8") != text:
         raise ConfigError(
             f"{path}: is there already and says something else; load it with auto_parallel(net, {str(path)!r}), remove it, "

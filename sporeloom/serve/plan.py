@@ -12,7 +12,7 @@ import numpy as np
 
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.shipped import DECODER, EXPERTS
-from sporeloom.dry_run.memory.run import memory_timeline
+from sporeloom.dry_run.memory.run import pool_bytes
 from sporeloom.dry_run.partitioned import begin, partition_forward
 from sporeloom.dry_run.time.device_model import DeviceModel
 from sporeloom.dry_run.time.run import step_times
@@ -171,4 +171,4 @@ class _Server:
         """Time of `length` tokens of each of some rows, and the peak of the memory pool."""
         ids, slots = ((rows, length), np.int32), ((rows, self.model.kv_heads, length, 3), np.int32)
         partitioned = partition_forward(self.net, self.strategy, [ids, ids, ((rows,), np.int32), slots])
-        return step_times(partitioned, device)[0], memory_timeline(partitioned, 0).pool_bytes
+        return step_times(partitioned, device)[0], pool_bytes(partitioned, 0)

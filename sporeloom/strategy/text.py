@@ -22,12 +22,12 @@ def fitting_rules(rules: str, strategy: Strategy) -> str:
 
 
 def strategy_text(strategy: Strategy, rules: str, head: Iterable[str] = ()) -> str:
-    """Write a strategy file. `rules`: a file, or the name of built-in ones. `head`: comments at its top."""
+    """Write a strategy file. `rules`: a file, the name of built-in ones, or nothing. `head`: comments at its top."""
     rules = fitting_rules(rules, strategy)
     lines = [
         *head,
         "mesh: {" + ", ".join(f"{axis}: {degree}" for axis, degree in strategy.mesh.degrees.items()) + "}",
-        f"rules: {rules}",
+        *([f"rules: {rules}"] if rules else []),
     ]
     if strategy.pipeline != Pipeline():
         stages, others = strategy.pipeline.stages, dataclasses.replace(strategy.pipeline, stages="uniform", listed=None)

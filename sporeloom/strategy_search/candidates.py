@@ -20,13 +20,31 @@ from sporeloom.strategy_search.request import TuneRequest
 SPLIT_PIPELINES = (("1f1b", 1), ("gpipe", 1), ("zero_bubble_h1", 1), ("zero_bubble_v", 2), ("dualpipe_v", 2))
 """Schedules and their virtual stages, besides interleaved ones."""
 
+BY_TOKENS = "[[dp, cp, sp], ~]"
+ALTERNATIVES = {
+    "unsharded-table": {"word.gather": "[[~, ~], [[dp, cp]]]"},
+    "head-by-tokens": {
+        "head.matmul": f"[{BY_TOKENS}, [~, ~]]",
+        "loss.sum|pick_sum?": f"[{BY_TOKENS}]",
+    },
+    "mlp-by-tokens": {
+        "mlp.up|gate.matmul?": f"[{BY_TOKENS}, [~, ~]]",
+        "mlp.up|gate.bias_add|rescale?": f"[{BY_TOKENS}, [~]]",
+        "mlp.down.matmul?": f"[{BY_TOKENS}, [~, ~]]",
+    },
+}
+"""Rules of operators besides those of the family, by name: ranks of tp look up words in the full table; or compute the head,
+or MLPs, for their tokens alone, with unsharded weights, which saves collectives of activations and costs one of gradients."""
+
 
 @dataclass(frozen=True)
 class Candidate:
-    """A strategy with its gradient accumulation steps."""
+    """A strategy with its gradient accumulation steps, and alternative rules of some operators."""
 
     strategy: Strategy
     accumulate: int = 1
+    rules: tuple[str, ...] = ()
+    """Names of `ALTERNATIVES`."""
 
     @property
     def name(self) -> str:
@@ -48,11 +66,16 @@ class Candidate:
             layers = f"-{_runs(recompute.per_stage)}" if recompute.per_stage is not None else ""
             parts.append(f"{'re' if recompute.kind == 'full' else 'selective'}compute{layers}")
         parts += ["offload"] if strategy.optimizer_on_host else []
+        parts += self.rules
         return "_".join(parts)
 
     def text(self, config: ModelConfig, head: Sequence[str] = ()) -> str:
         """The strategy file."""
-        return strategy_text(self.strategy, EXPERTS if config.experts else DECODER, head)
+        rules = EXPERTS if config.experts else DECODER
+        if self.rules:
+            changed = (f"{path}: {layouts}" for name in self.rules for path, layouts in ALTERNATIVES[name].items())
+            rules = f"{{base: {rules}, operators: {{{', '.join(changed)}}}}}"
+        return strategy_text(self.strategy, rules, head)
 
 
 def _runs(counts: Sequence[int]) -> str:
@@ -120,6 +143,31 @@ def recomputations(request: TuneRequest, candidate: Candidate) -> list[Candidate
 def with_recompute(candidate: Candidate, recompute: Recompute) -> Candidate:
     """The candidate with another recomputation."""
     return replace(candidate, strategy=replace(candidate.strategy, recompute=recompute))
+
+
+def variations(request: TuneRequest, candidate: Candidate) -> list[Candidate]:
+    """The candidate with one change that closed forms do not see: another order of the axes, so that other ranks are
+    neighbours; or other rules of some operators."""
+    strategy, config = candidate.strategy, request.model.values
+    mesh, found = strategy.mesh, list[Candidate]()
+    axes = [axis for axis in mesh.order if axis != "pp" and mesh.degree(axis) > 1]
+    degrees = {axis: degree for axis, degree in mesh.degrees.items() if degree > 1}
+    several = request.plan.devices > request.plan.cluster.devices_per_node and mesh.ep == 1
+    for order in itertools.permutations(axes) if several else ():
+        placed = replace(strategy, mesh=Mesh(order=("pp", *order), **degrees))
+        found.append(replace(candidate, strategy=placed))
+    if mesh.tp > 1:
+        names = [] if config.tied_embedding else ["unsharded-table"]
+        by_tokens = [] if config.experts or config.tied_embedding else ["head-by-tokens"]
+        by_tokens += [] if config.experts else ["mlp-by-tokens"]
+        names += by_tokens if strategy.sequence_parallel else []
+        found += [
+            replace(candidate, rules=tuple(sorted((*candidate.rules, name))))
+            for name in names
+            if name not in candidate.rules
+        ]
+    refused = request.plan.cluster.refuses
+    return [one for one in found if one != candidate and not refused(one.strategy.mesh) and not problems(request, one)]
 
 
 def _pipelines(mesh: Mesh, num_microbatches: int, num_layers: int) -> list[Pipeline]:

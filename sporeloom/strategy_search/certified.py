@@ -8,17 +8,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from sporeloom.certification.config import Certification, CertifyConfig, check
-from sporeloom.certification.verdict import certify_decoder
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.files import write_text_atomically
 from sporeloom.core.json_text import json_text
 from sporeloom.core.log import milestone
-from sporeloom.dry_run.config import DryRun
-from sporeloom.dry_run.job_command import command_of
-from sporeloom.planner.task import PLAIN_TEXT
-from sporeloom.strategy.certificate import CERTIFIED, check_certificate, covered_settings
-from sporeloom.strategy.launching import start_lines
+from sporeloom.strategy.certificate import CERTIFIED, check_certificate
 from sporeloom.strategy_search.folders import (
     CERTIFICATE,
     POINTS,
@@ -31,8 +25,9 @@ from sporeloom.strategy_search.folders import (
     strategy_folders,
 )
 from sporeloom.strategy_search.front import pareto
-from sporeloom.strategy_search.request import TuneRequest
-from sporeloom.strategy_search.simulated import GB, Simulated, dry_run_flags, kept, write_if_other
+from sporeloom.strategy_search.request import SearchRequest
+from sporeloom.strategy_search.simulated import GB, Simulated, kept, write_if_other
+from sporeloom.strategy_search.subjects import certify, covered, how_to_start
 
 
 @dataclass
@@ -64,7 +59,7 @@ def front_of(found: Sequence[Simulated]) -> list[Simulated]:
 
 
 def certify_front(
-    request: TuneRequest, simulated: Sequence[Simulated], limit: int, processes: int, out: Path, retry: bool
+    request: SearchRequest, simulated: Sequence[Simulated], limit: int, processes: int, out: Path, retry: bool
 ) -> Front:
     """Certify points until `limit` of them have certificates; valid ones that are in the folder count. A point whose
     certificate is refused leaves the front to those that it dominated.
@@ -98,12 +93,7 @@ def certify_front(
     return front
 
 
-def _key(request: TuneRequest, point: Simulated) -> str:
-    candidate = point.scored.candidate
-    return request.key(candidate.text(request.model.values), candidate.accumulate)
-
-
-def _kept(request: TuneRequest, point: Simulated, out: Path, processes: int | None, retry: bool) -> Outcome | None:
+def _kept(request: SearchRequest, point: Simulated, out: Path, processes: int | None, retry: bool) -> Outcome | None:
     """The outcome of an earlier proof in `out` for the same inputs; None: there is none, or it is damaged.
 
     Args:
@@ -112,7 +102,7 @@ def _kept(request: TuneRequest, point: Simulated, out: Path, processes: int | No
     """
     for kind in (POINTS, REFUSED):
         folder = out / kind / point.name
-        values = kept(folder / RESULT, _key(request, point), {"processes": int, "problem": str})
+        values = kept(folder / RESULT, request.key(point.scored.candidate), {"processes": int, "problem": str})
         if values is None or processes not in (None, values["processes"]):
             continue
         problem = values["problem"]
@@ -123,7 +113,7 @@ def _kept(request: TuneRequest, point: Simulated, out: Path, processes: int | No
             return Outcome("refused", problem)
         try:
             check_certificate(
-                folder / CERTIFICATE, _covered(_certification(request, point, folder, values["processes"]))
+                folder / CERTIFICATE, covered(request, point.scored.candidate, folder, values["processes"])
             )
             return Outcome("certified")
         except ConfigError:
@@ -131,14 +121,14 @@ def _kept(request: TuneRequest, point: Simulated, out: Path, processes: int | No
     return None
 
 
-def _certify(request: TuneRequest, point: Simulated, processes: int, out: Path) -> Outcome:
+def _certify(request: SearchRequest, point: Simulated, processes: int, out: Path) -> Outcome:
     """Certify a point. Only a certificate, or a counterexample, leaves a result that is kept."""
     folder, refused = out / POINTS / point.name, out / REFUSED / point.name
     for old in (folder, refused):
         remove_strategy(old)
     write_text_atomically(folder / STRATEGY, _text(request, point))
     try:
-        made = certify_decoder(_certification(request, point, folder, processes))
+        made = certify(request, point.scored.candidate, folder, processes)
     except ConfigError as error:
         return Outcome("failed", error.problems[0])
     problem = counterexample(made)
@@ -146,7 +136,7 @@ def _certify(request: TuneRequest, point: Simulated, processes: int, out: Path) 
         return Outcome("failed", str(made["reasons"][0]))
     if problem:
         move_strategy(folder, refused)
-    values = {"key": _key(request, point), "processes": processes, "problem": problem}
+    values = {"key": request.key(point.scored.candidate), "processes": processes, "problem": problem}
     write_text_atomically((refused if problem else folder) / RESULT, json_text(values, indent=1) + "\n")
     return Outcome("refused", problem) if problem else Outcome("certified")
 
@@ -161,47 +151,17 @@ def counterexample(made: Mapping[str, Any]) -> str:
     return next(iter([*differing, *others]), "")
 
 
-def _certification(request: TuneRequest, point: Simulated, folder: Path, processes: int) -> Certification:
-    model = request.model
-    return check(
-        CertifyConfig(
-            model=model.family,
-            size=model.size,
-            config=model.config,
-            strategy=folder / STRATEGY,
-            cluster=request.cluster_file,
-            out=folder,
-            batch_size=request.batch_size,
-            seq_len=request.seq_len,
-            accumulate=point.scored.candidate.accumulate,
-            compute_dtype=model.compute_dtype,
-            attention=model.attention,
-            processes=processes,
-            fast=True,
-        )
-    )
-
-
-def _covered(certification: Certification) -> dict[str, object]:
-    config, full = certification.config, certification.full
-    batch = full.batch_size, full.seq_len, config.accumulate
-    return covered_settings(config.model, full.model, full.strategy, *batch)
-
-
-def _text(request: TuneRequest, point: Simulated) -> str:
-    """The strategy file of a point, headed by its figures and the command that trains with it."""
-    candidate, plan = point.scored.candidate, request.plan
-    flags = dry_run_flags(request, candidate, Path(STRATEGY))
-    run = DryRun(flags, request.model.values, candidate.strategy, [0], request.batch_size, request.seq_len, PLAIN_TEXT)
-    commands = start_lines(command_of(run), STRATEGY, plan.devices, plan.cluster.devices_per_node)
+def _text(request: SearchRequest, point: Simulated) -> str:
+    """The strategy file of a point, headed by its figures and by how to train with it."""
+    cluster, candidate = request.cluster, point.scored.candidate
     figures = (
-        f"Tuned for {plan.devices} {plan.cluster.device_name}: simulated step {point.seconds:.4g} s, "
-        f"{point.peak_bytes / GB:.2f} GB of the {plan.cluster.usable_bytes / GB:.1f} GB that a device has to use."
+        f"Tuned for {request.devices} {cluster.device_name}: simulated step {point.seconds:.4g} s, "
+        f"{point.peak_bytes / GB:.2f} GB of the {cluster.usable_bytes / GB:.1f} GB that a device has to use."
     )
-    return candidate.text(request.model.values, [f"# {line}" for line in (figures, *commands)])
+    return request.text(candidate, [f"# {line}" for line in (figures, *how_to_start(request, candidate))])
 
 
-def _write_points(request: TuneRequest, front: Front, out: Path) -> None:
+def _write_points(request: SearchRequest, front: Front, out: Path) -> None:
     """Write the strategies of points without certificates, and remove those of earlier fronts."""
     for point in front.points:
         if point.name not in front.certified:

@@ -16,7 +16,7 @@ EVERY = 3
 
 class Choice:
     """Choices among scored candidates. Memory in closed form is corrected by the ratios of simulated to closed form that were
-    seen on the same mesh, or else with the same kind of recomputation: a candidate that is then too large waits."""
+    seen on the same mesh, else with the same kind of recomputation, else at all: a candidate that is then too large waits."""
 
     def __init__(self, fitting: Sequence[Scored], usable_bytes: float):
         self.left = list(fitting)
@@ -60,3 +60,4 @@ def _keys(strategy: Strategy, accumulate: int) -> Iterator[Hashable]:
     yield str(strategy.mesh), microbatches, recompute, strategy.sequence_parallel
     yield str(strategy.mesh), microbatches, recompute
     yield recompute, strategy.mesh.pp > 1
+    yield None

@@ -11,7 +11,7 @@ from sporeloom.core.html_report import PALETTE, document, heading, size, table, 
 from sporeloom.core.log import counted
 from sporeloom.strategy_search.certified import Front
 from sporeloom.strategy_search.folders import CERTIFICATE, POINTS, STRATEGY
-from sporeloom.strategy_search.request import TuneRequest
+from sporeloom.strategy_search.request import SearchRequest
 from sporeloom.strategy_search.scoring import ScoredCandidates
 from sporeloom.strategy_search.simulated import GB, Simulated
 
@@ -22,12 +22,14 @@ LIMIT_SHOWN_FROM = 0.4
 """A device's limit is drawn where a strategy needs at least this share of it."""
 
 
-def as_dict(request: TuneRequest, scores: ScoredCandidates, simulated: list[Simulated], front: Front) -> dict[str, Any]:
+def as_dict(
+    request: SearchRequest, scores: ScoredCandidates, simulated: list[Simulated], front: Front
+) -> dict[str, Any]:
     """The result as JSON, without anything that depends on when and where it was made."""
     nearest = scores.nearest
     return {
         "inputs": request.about(),
-        "usable_bytes": request.plan.cluster.usable_bytes,
+        "usable_bytes": request.cluster.usable_bytes,
         "scored": {
             "meshes": scores.num_meshes,
             "candidates": scores.num_scored,
@@ -40,23 +42,25 @@ def as_dict(request: TuneRequest, scores: ScoredCandidates, simulated: list[Simu
     }
 
 
-def _simulated(request: TuneRequest, one: Simulated) -> dict[str, Any]:
+def _simulated(request: SearchRequest, one: Simulated) -> dict[str, Any]:
     scored = one.scored
     return {
         "name": one.name,
         "step_time_s": one.seconds or None,
         "peak_bytes": one.peak_bytes or None,
         **({"goodput": one.goodput} if request.faults else {}),
-        "closed_form": {"step_time_s": scored.seconds, "peak_bytes": scored.peak_bytes},
+        "closed_form": {"step_time_s": scored.seconds, "peak_bytes": scored.peak_bytes} if scored.seconds else None,
         "accumulate": scored.candidate.accumulate,
     }
 
 
-def _point(request: TuneRequest, one: Simulated, front: Front) -> dict[str, Any]:
+def _point(request: SearchRequest, one: Simulated, front: Front) -> dict[str, Any]:
     folder, is_certified = f"{POINTS}/{one.name}", one.name in front.certified
     return {
         **_simulated(request, one),
-        "tokens_per_s": request.batch_size * request.seq_len / one.seconds,
+        "rows_per_s" if "network" in request.about_model() else "tokens_per_s": request.batch_size
+        * request.seq_len
+        / one.seconds,
         "strategy": f"{folder}/{STRATEGY}",
         "certificate": f"{folder}/{CERTIFICATE}" if is_certified else None,
         **({"not_certified": front.failed[one.name]} if one.name in front.failed else {}),
@@ -70,12 +74,13 @@ def lines(values: dict[str, Any]) -> Iterator[str]:
     width = max(len(TITLE), *(len(point["name"]) for point in values["front"]), 0)
     has_goodput = values["inputs"]["faults"] is not None
     title = " goodput" if has_goodput else ""
-    yield f"{TITLE:{width}} {'step s':>10} {'closed form':>11} {'memory':>10} {'tokens/s':>11}{title}"
+    unit = _unit(values)
+    yield f"{TITLE:{width}} {'step s':>10} {'closed form':>11} {'memory':>10} {f'{unit}/s':>11}{title}"
     for point in values["front"]:
         goodput = f" {point['goodput']:7.1%}" if has_goodput else ""
         yield (
-            f"{point['name']:{width}} {point['step_time_s']:10.4g} {point['closed_form']['step_time_s']:11.4g} "
-            f"{point['peak_bytes'] / GB:8.2f}GB {point['tokens_per_s']:11,.0f}{goodput}  "
+            f"{point['name']:{width}} {point['step_time_s']:10.4g} {_closed_form(point):>11} "
+            f"{point['peak_bytes'] / GB:8.2f}GB {point[f'{unit}_per_s']:11,.0f}{goodput}  "
             f"{_certified(point)}"
         )
     yield ""
@@ -95,14 +100,26 @@ def _certified(point: dict[str, Any]) -> str:
 def _facts(values: dict[str, Any]) -> Iterator[str]:
     inputs, scored = values["inputs"], values["scored"]
     job, model = inputs["job"], inputs["model"]
+    batch = f"{job['batch_size']} " + ("rows" if "network" in model else f"sequences of {job['seq_len']} tokens")
+    yield f"{_model(values)} on {job['devices']} {inputs['cluster']['chip']}, {batch} a step"
+    fitting = "" if "network" in model else f", {scored['fitting']:,} fit in closed form"
     yield (
-        f"{model['family']} {model['size']} on {job['devices']} {inputs['cluster']['chip']}, "
-        f"{job['batch_size']} sequences of {job['seq_len']} tokens a step"
+        f"{'found' if 'network' in model else 'scored'} {scored['candidates']:,} strategies on "
+        f"{counted(scored['meshes'], 'mesh', 'meshes')}{fitting}; simulated {len(values['simulated'])}"
     )
-    yield (
-        f"scored {scored['candidates']:,} strategies on {counted(scored['meshes'], 'mesh', 'meshes')}, {scored['fitting']:,} "
-        f"fit in closed form; simulated {len(values['simulated'])}"
-    )
+
+
+def _model(values: dict[str, Any]) -> str:
+    model = values["inputs"]["model"]
+    return str(model["network"]) if "network" in model else f"{model['family']} {model['size']}"
+
+
+def _unit(values: dict[str, Any]) -> str:
+    return "rows" if "network" in values["inputs"]["model"] else "tokens"
+
+
+def _closed_form(point: dict[str, Any]) -> str:
+    return f"{point['closed_form']['step_time_s']:.4g}" if point["closed_form"] else "-"
 
 
 def page(values: dict[str, Any]) -> str:
@@ -113,7 +130,7 @@ def page(values: dict[str, Any]) -> str:
         "step s",
         "closed form s",
         "memory GB",
-        "tokens/s",
+        f"{_unit(values)}/s",
         *(["goodput"] if has_goodput else []),
         "certificate",
     )
@@ -121,18 +138,17 @@ def page(values: dict[str, Any]) -> str:
         (
             point["strategy"],
             f"{point['step_time_s']:.4g}",
-            f"{point['closed_form']['step_time_s']:.4g}",
+            _closed_form(point),
             f"{point['peak_bytes'] / GB:.2f}",
-            f"{point['tokens_per_s']:,.0f}",
+            f"{point[f'{_unit(values)}_per_s']:,.0f}",
             *([f"{point['goodput']:.1%}"] if has_goodput else []),
             point["certificate"] or _certified(point),
         )
         for point in values["front"]
     ]
     refused = [(one["name"], one["reason"]) for one in values["refused"]]
-    model = values["inputs"]["model"]
     facts = "".join(f"<p>{escape(line)}</p>" for line in _facts(values))
-    title = f"Strategies of {model['family']} {model['size']}"
+    title = f"Strategies of {_model(values)}"
     sections = [
         f"<h1>{escape(title)}</h1>{facts}",
         heading("Pareto front", "estimated by simulation", is_estimated=True),

@@ -18,9 +18,9 @@ from sporeloom.strategy_search.certified import certify_front
 from sporeloom.strategy_search.folders import INPUTS, check_folder
 from sporeloom.strategy_search.goodput import goodput
 from sporeloom.strategy_search.report import as_dict, page
-from sporeloom.strategy_search.request import TuneRequest
-from sporeloom.strategy_search.scoring import score
+from sporeloom.strategy_search.request import SearchRequest
 from sporeloom.strategy_search.simulated import GB, Simulated, simulate_all
+from sporeloom.strategy_search.subjects import scored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Limits:
     """Processes of a proof."""
 
 
-def tune(request: TuneRequest, limits: Limits, out: Path, overwrite: bool = False) -> dict[str, Any]:
+def tune(request: SearchRequest, limits: Limits, out: Path, overwrite: bool = False) -> dict[str, Any]:
     """Search, and write strategies, certificates, tune.json and tune.html to `out`.
 
     Raises:
@@ -42,9 +42,9 @@ def tune(request: TuneRequest, limits: Limits, out: Path, overwrite: bool = Fals
     """
     check_folder(out)
     _check_inputs(request, out, overwrite)
-    scores = score(request, limits.meshes)
+    scores = scored(request, limits.meshes)
     milestone(f"1/3 scored {scores.num_scored:,} strategies on {scores.num_meshes} meshes, {len(scores.fitting):,} fit")
-    usable = request.plan.cluster.usable_bytes
+    usable = request.cluster.usable_bytes
     if not scores.fitting:
         if nearest := scores.nearest:
             raise ConfigError(
@@ -60,14 +60,14 @@ def tune(request: TuneRequest, limits: Limits, out: Path, overwrite: bool = Fals
     return values
 
 
-def _with_goodput(request: TuneRequest, one: Simulated) -> Simulated:
+def _with_goodput(request: SearchRequest, one: Simulated) -> Simulated:
     if not request.faults or one.problem:
         return one
-    mesh, servers = one.scored.candidate.strategy.mesh, request.plan.cluster.devices_per_node
+    mesh, servers = one.scored.candidate.strategy.mesh, request.cluster.devices_per_node
     return replace(one, goodput=goodput(request.faults, mesh, one.seconds, servers))
 
 
-def _check_inputs(request: TuneRequest, out: Path, overwrite: bool) -> None:
+def _check_inputs(request: SearchRequest, out: Path, overwrite: bool) -> None:
     """Compare the inputs with those of an earlier search in the folder, and keep them there."""
     path, about = out / INPUTS, json.loads(json_text(request.about()))
     if path.is_file() and not overwrite:

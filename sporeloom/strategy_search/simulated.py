@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +14,18 @@ from sporeloom.core.files import write_text_atomically
 from sporeloom.core.json_text import json_text
 from sporeloom.core.log import milestone
 from sporeloom.core.reader import is_a, read_json
-from sporeloom.dry_run.config import DryRunConfig, check
-from sporeloom.dry_run.pool import compile_ranks
 from sporeloom.strategy_search.candidates import Candidate
 from sporeloom.strategy_search.choice import Choice
 from sporeloom.strategy_search.folders import CANDIDATES
-from sporeloom.strategy_search.request import TuneRequest
+from sporeloom.strategy_search.request import SearchRequest
 from sporeloom.strategy_search.scoring import Scored
+from sporeloom.strategy_search.subjects import step_cost, variations_of
 
 GB = 2**30
 FIELDS = {"seconds": float, "peak_bytes": int, "problem": str}
 """Fields of a result, and their types."""
+MAX_VARIATIONS = 8
+"""Number of simulations, at most a fourth of all, that vary what closed forms do not see of the fastest candidate."""
 
 
 @dataclass(frozen=True)
@@ -45,30 +46,47 @@ class Simulated:
         return self.scored.name
 
 
-def simulate_all(request: TuneRequest, fitting: Sequence[Scored], limit: int, out: Path) -> Iterator[Simulated]:
-    """Simulate up to `limit` of the candidates that fit in closed form, apart from those whose results are in `out`."""
-    choice = Choice(fitting, request.plan.cluster.usable_bytes)
-    limit = min(limit, len(fitting))
+def simulate_all(request: SearchRequest, fitting: Sequence[Scored], limit: int, out: Path) -> Iterator[Simulated]:
+    """Simulate up to `limit` of the candidates that fit in closed form, apart from those whose results are in `out`. The last
+    ones are variations of the fastest that fits, as long as there are some."""
+    choice, found = Choice(fitting, request.cluster.usable_bytes), dict[str, Simulated]()
+    varied = min(MAX_VARIATIONS, limit // 4)
     for number in range(1, limit + 1):
-        scored = choice.next()
-        assert scored
-        text = scored.candidate.text(request.model.values)
-        path, record = (out / CANDIDATES / f"{scored.name}.{kind}" for kind in ("yaml", "json"))
-        key = request.key(text, scored.candidate.accumulate)
-        values = kept(record, key, FIELDS)
-        source = ""
-        write_if_other(path, text)
-        if values is None:
-            values = {"key": key, **simulate(request, scored.candidate, path)}
-            write_text_atomically(record, json_text(values, indent=1) + "\n")
-        else:
-            source = " (kept)"
-        found = Simulated(scored, values["seconds"], values["peak_bytes"], values["problem"])
-        shown = found.problem or f"{found.seconds:.4g} s, {found.peak_bytes / GB:.2f} GB"
+        varies = number > limit - varied or not choice.left
+        scored = _variation(request, found) if varies else None
+        is_variation = scored is not None
+        if (scored := scored or choice.next()) is None:
+            return
+        one, source = _result(request, scored, out)
+        shown = one.problem or f"{one.seconds:.4g} s, {one.peak_bytes / GB:.2f} GB"
         milestone(f"2/3 simulated {number} of {limit}: {scored.name}: {shown}{source}")
-        if found.peak_bytes:
-            choice.learn(scored, found.peak_bytes)
-        yield found
+        if one.peak_bytes and scored.peak_bytes and not is_variation:
+            choice.learn(scored, one.peak_bytes)
+        found[one.name] = one
+        yield one
+
+
+def _variation(request: SearchRequest, found: Mapping[str, Simulated]) -> Scored | None:
+    """A variation of the fastest candidate that fits which has not been simulated."""
+    fitting = [one for one in found.values() if not one.problem]
+    if not fitting:
+        return None
+    best = min(fitting, key=lambda one: (one.seconds, one.peak_bytes, one.name)).scored
+    changed = (replace(best, candidate=each, name=each.name) for each in variations_of(request, best.candidate))
+    return next((scored for scored in changed if scored.name not in found), None)
+
+
+def _result(request: SearchRequest, scored: Scored, out: Path) -> tuple[Simulated, str]:
+    """The result of a candidate, and a remark if it was in `out`."""
+    text = request.text(scored.candidate)
+    path, record = (out / CANDIDATES / f"{scored.name}.{kind}" for kind in ("yaml", "json"))
+    key, source = request.key(scored.candidate), " (kept)"
+    values = kept(record, key, FIELDS)
+    write_if_other(path, text)
+    if values is None:
+        values, source = {"key": key, **simulate(request, scored.candidate, path)}, ""
+        write_text_atomically(record, json_text(values, indent=1) + "\n")
+    return Simulated(scored, values["seconds"], values["peak_bytes"], values["problem"]), source
 
 
 def kept(record: Path, key: str, fields: Mapping[str, type]) -> dict[str, Any] | None:
@@ -91,28 +109,7 @@ def write_if_other(path: Path, text: str) -> None:
         write_text_atomically(path, text)
 
 
-def dry_run_flags(request: TuneRequest, candidate: Candidate, path: Path) -> DryRunConfig:
-    """Flags of the dry run of a candidate. `path`: its strategy file."""
-    model = request.model
-    return DryRunConfig(
-        model=model.family,
-        size=model.size,
-        config=model.config,
-        strategy=path,
-        ranks="all",
-        batch_size=request.batch_size,
-        seq_len=request.seq_len,
-        accumulate=candidate.accumulate,
-        compute_dtype=model.compute_dtype,
-        attention=model.attention,
-        memory=True,
-        time=True,
-        cluster=request.cluster_file,
-        devices_per_server=request.plan.cluster.devices_per_node,
-    )
-
-
-def simulate(request: TuneRequest, candidate: Candidate, path: Path) -> dict[str, Any]:
+def simulate(request: SearchRequest, candidate: Candidate, path: Path) -> dict[str, Any]:
     """Partition a candidate and simulate a step: its seconds, the memory of the worst rank, and why it is refused.
 
     Args:
@@ -121,23 +118,17 @@ def simulate(request: TuneRequest, candidate: Candidate, path: Path) -> dict[str
     Raises:
         ConfigError: the process that partitions was ended from outside.
     """
-    cluster = request.plan.cluster
+    cluster = request.cluster
     try:
-        run = check(dry_run_flags(request, candidate, path))
-        reports = compile_ranks(run)
+        cost = step_cost(request, candidate, path)
     except ConfigError as error:
         if isinstance(error.__context__, BrokenProcessPool):  # for lack of memory here: says nothing about the strategy
             raise
         return {"seconds": 0.0, "peak_bytes": 0, "problem": f"cannot be partitioned: {error.problems[0]}"}
-    step = reports[0].step
-    assert step
-    seconds = max(of.end for of in step.values())
-    peaks = {report.rank: report.memory.pool_bytes for report in reports if report.memory}
-    rank = max(peaks, key=lambda rank: (peaks[rank], -rank))
     problem = ""
-    if peaks[rank] > cluster.usable_bytes:
+    if cost.peak_bytes > cluster.usable_bytes:
         problem = (
-            f"does not fit: rank {rank} needs {peaks[rank] / GB:.2f} GB on a device that has "
+            f"does not fit: rank {cost.worst_rank} needs {cost.peak_bytes / GB:.2f} GB on a device that has "
             f"{cluster.usable_bytes / GB:.1f} GB to use"
         )
-    return {"seconds": seconds, "peak_bytes": peaks[rank], "problem": problem}
+    return {"seconds": cost.seconds, "peak_bytes": cost.peak_bytes, "problem": problem}

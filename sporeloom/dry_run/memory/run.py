@@ -185,3 +185,8 @@ def memory_timeline(
     other = replace(platform, order="written")
     as_written = _Step(partitioned, rank, other).run(auxiliary or {}).live_bytes
     return replace(_Step(partitioned, rank, platform).run(auxiliary or {}), live_as_written=as_written)
+
+
+def pool_bytes(partitioned: Partitioned, rank: int, auxiliary: Mapping[str, int] | None = None) -> int:
+    """Bytes of the pool that holds all allocations of a rank's step (`memory_timeline`)."""
+    return _Step(partitioned, rank, DEVICES).run(auxiliary or {}).pool_bytes

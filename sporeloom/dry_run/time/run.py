@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from sporeloom.dry_run.memory.liveness import num_bytes
 from sporeloom.dry_run.partitioned import Partitioned
@@ -27,8 +27,9 @@ from sporeloom.runtime.spmd.step_graphs import types_of
 MOMENTS = ("adam_m.", "adam_v.")
 
 
-class Made(NamedTuple):
-    """Stands for a tensor."""
+@dataclass(frozen=True, slots=True)
+class Made:
+    """Stands for a tensor. No tuple: a graph with one output returns it alone."""
 
     by: int | None
     """Number of the task whose result it is; None: it is there from the beginning."""

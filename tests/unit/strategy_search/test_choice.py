@@ -54,3 +54,10 @@ def test_candidates_that_simulation_makes_too_large_wait(scores):
 def test_where_none_is_expected_to_fit_the_smallest_is_next(scores):
     choice = Choice(scores.fitting, 1)
     assert choice.next().peak_bytes == min(one.peak_bytes for one in scores.fitting)
+
+
+def test_closed_forms_that_are_wrong_everywhere_mislead_once(scores):
+    limit = 3 * min(one.peak_bytes for one in scores.fitting)
+    small = [one for one in scores.fitting if one.peak_bytes <= limit]
+    found = chosen(Choice(small, limit), 8, lambda one: 2.0)
+    assert small[0].peak_bytes > limit / 2 and [one for one in found if one.peak_bytes > limit / 2] == [found[0]]

@@ -7,7 +7,7 @@ from concurrent.futures.process import BrokenProcessPool
 import pytest
 from tuned import LIMITS, SMALL, Fakes, files, tune_config, tune_request
 
-from sporeloom.cli.tune import check, main
+from sporeloom.cli.tune import check, check_network, main
 from sporeloom.core.errors import ConfigError
 from sporeloom.strategy.loader import load_strategy
 from sporeloom.strategy_search import simulated
@@ -114,21 +114,21 @@ def test_what_does_not_fit_when_simulated_is_refused_with_its_reason(tmp_path, f
 
 
 def test_a_process_that_was_ended_is_no_refusal(tmp_path, monkeypatch):
-    def killed(run):
+    def killed(*_):
         try:
             raise BrokenProcessPool
         except BrokenProcessPool:
             raise ConfigError("a process was ended from outside") from None
 
-    def refused(run):
+    def refused(*_):
         raise ConfigError("rule 3: no")
 
     request = tune_request(tmp_path, **SMALL)
-    monkeypatch.setattr(simulated, "compile_ranks", killed)
+    monkeypatch.setattr(simulated, "step_cost", killed)
     with pytest.raises(ConfigError, match="ended from outside"):
         tune(request, LIMITS, tmp_path / "out")
     assert not list((tmp_path / "out").rglob("candidates/*.json"))
-    monkeypatch.setattr(simulated, "compile_ranks", refused)
+    monkeypatch.setattr(simulated, "step_cost", refused)
     values = tune(request, LIMITS, tmp_path / "out")
     assert values["front"] == [] and {one["reason"] for one in values["refused"]} == {
         "cannot be partitioned: rule 3: no"
@@ -165,6 +165,18 @@ def test_all_problems_of_the_flags_are_reported_at_once(tmp_path):
         check(tune_config(tmp_path, restart_s=0.0))
     with pytest.raises(ConfigError, match="goodput needs --steps, --checkpoint-pause-s, --restart-s"):
         check(tune_config(tmp_path, faults="llama3_h100"))
+
+
+def test_flags_of_a_network_and_of_a_model_exclude_each_other(tmp_path):
+    with pytest.raises(ConfigError) as refused:
+        check_network(tune_config(tmp_path, network="net.py:Net"))
+    text = "\n".join(refused.value.problems)
+    assert "--network needs --inputs" in text
+    assert "--size is for a model" in text and "--global-batch-size is for a model" in text
+    with pytest.raises(ConfigError, match="--inputs are those of a --network"):
+        check(tune_config(tmp_path, inputs=("8x8:float32",)))
+    with pytest.raises(ConfigError, match="--global-batch-size is needed"):
+        check(tune_config(tmp_path, batch=None))
 
 
 def test_the_table_has_short_names_and_an_empty_front(tmp_path, fakes):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from sporeloom.cli.tune import TuneConfig, check
 from sporeloom.strategy.certificate import write_certificate
-from sporeloom.strategy_search import certified, simulated
+from sporeloom.strategy_search import simulated, subjects
 from sporeloom.strategy_search.run import Limits
 
 LIMITS = Limits(meshes=40, simulate=6, certify=2, processes=4)
@@ -44,7 +44,7 @@ class Fakes:
         self.simulated, self.certified = [], []
         self.wrong, self.too_large, self.lost, self.killed_after = set(), set(), set(), None
         monkeypatch.setattr(simulated, "simulate", self.simulate)
-        monkeypatch.setattr(certified, "certify_decoder", self.certify)
+        monkeypatch.setattr(subjects, "certify_decoder", self.certify)
 
     def simulate(self, request, candidate, path):
         if self.killed_after == len(self.simulated):
@@ -69,7 +69,7 @@ class Fakes:
                     {"mesh": "dp 2", "failure": failure, "differences": {} if out.name in self.lost else {"losses": 1}}
                 ]
             },
-            "covers": certified._covered(certification),
+            "covers": subjects.covered_by(certification),
         }
         write_certificate(out / "certificate.json", values)
         (out / "certificate.html").write_text("page")

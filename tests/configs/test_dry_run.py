@@ -111,7 +111,9 @@ OWN_STAGES = ("pp2_dp2_zero_own_schedule",)
 )
 def test_graphs_hold_what_is_implied_and_send_no_more(family, size, name, write):
     """One compilation for all ranks. The closed formulas describe MindSpore's partitioner: ours sends at most as much."""
-    layers = 4 if any(part in name for part in ("pp4", "interleaved", "bubble", "own", "dp4_tp8", "_ep2")) else 2
+    layers = (
+        4 if any(part in name for part in ("pp4", "interleaved", "bubble", "own", "dp4_tp8", "_ep2", "_ep4")) else 2
+    )
     given = {
         **MODEL,
         "num_layers": layers,

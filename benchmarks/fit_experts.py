@@ -25,16 +25,14 @@ from sporeloom.planner.step_time import step_time
 NEWER = ("b200", "b300", "gb200", "gb300")
 """Chips without dense runs among the published ones: each has a number of its own."""
 NUMBERS = {  # where the fit begins, and its spread
-    "products": (0.7, 0.4),
-    "all_to_all": (1.2, 0.5),  # DeepEP's README: 0.8 to 0.9 of the links, which other collectives reach 0.6 to 0.7 of
-    "passes": (6.0, 0.5),
+    "products": (0.95, 0.2),  # DeepGEMM's README: 0.95 to 1.07 of one product of the same sizes
+    "all_to_all": (0.85, 0.2),  # DeepEP's README: 0.8 to 0.9 of the links
+    "passes": (4.0, 0.5),  # rows are put in order, and back: each reads and writes
     "layer_overhead_us": (100.0, 1.0),
     "newer": (1.0, 0.2),
     "newer_fp8": (1.9, 0.1),
-    "attention": (1.0, 0.2),
-    "newer_attention": (1.0, 0.2),
     "newer_memory": (1.0, 0.2),
-    "overlap": (0.1, 1.0),
+    "overlap": (0.9, 0.1),  # both passes of two microbatches at once, but for what the exchange takes of the cores
     **dict.fromkeys(NEWER, (1.0, 0.15)),
 }
 START, SPREAD = ([pair[i] for pair in NUMBERS.values()] for i in (0, 1))
@@ -53,10 +51,9 @@ def unpack(vector, newer, base):
     speed, own = values.pop("newer"), {chip: values.pop(chip) for chip in NEWER}
     common = {
         "fp8": float(np.clip(values.pop("newer_fp8"), 1.0, 2.0)),
-        "attention": min(values.pop("newer_attention") * base.attention, 0.95),
         "memory": min(values.pop("newer_memory") * base.memory, 0.95),
     }
-    values["overlap"] = min(values["overlap"], 0.9)
+    values["overlap"] = min(values["overlap"], 1.0)
     efficiencies = {
         chip: dataclasses.replace(base, matmul=min(speed * own[chip] * base.matmul, 0.95), **common) for chip in newer
     }

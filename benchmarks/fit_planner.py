@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,9 @@ SPREAD |= {"layer_overhead_us": 0.5, "fp8": 0.1}
 NAMES = list(START)
 SAME_DIE = {"a100_40gb": "a100_80gb", "h100_96gb": "h100", "h200": "h100"}
 """Chips that differ in memory alone, or in power: they are near the other one rather than near all, at half the distance."""
+SMALLER_BIN = np.log(313 / 376)
+"""Log of the speed of products on Ascend 910B in the published runs, relative to its data sheet: Atlas 800T A2 has options of
+313 and 376 TFLOP/s (Huawei's white paper), and MindFormers' tables name the faster part ("400T") for some runs only."""
 NO_WGMMA = np.log(2 / 3)
 """Log of the speed on Hopper of attention kernels without its own matrix instructions, which the fitted runs have, relative
 to those with them: 0.57 to 0.66 by length, heads of 128 (arXiv:2407.08608 figure 5, FlashAttention-2 and 3)."""
@@ -42,6 +44,8 @@ WIDE = np.array([0.1 if name == "fp8" else 0.5 for name in NAMES])
 OVERLAP, OVERLAP_SPREAD = (0.0, 1.0, -1.0), (3.0, 3.0, 0.7)
 """Where the overlaps and the contention begin, as logits, and their spread."""
 ROW = 0.1
+STEP = 1e-5
+"""Step aside, in log, of a slope."""
 Pair = tuple[PublishedRun, Measurement]
 
 
@@ -87,6 +91,7 @@ def _nearness() -> tuple[np.ndarray, np.ndarray]:
     names, size = list(chips()), len(NAMES)
     base = np.zeros(len(names) * size)
     distances = np.eye(len(base))
+    base[names.index("ascend910b") * size + NAMES.index("matmul")] = SMALLER_BIN
     for chip in ("h100", *(like for like, other in SAME_DIE.items() if other == "h100")):
         base[names.index(chip) * size + NAMES.index("attention")] = NO_WGMMA
     for chip, other in SAME_DIE.items():
@@ -96,6 +101,12 @@ def _nearness() -> tuple[np.ndarray, np.ndarray]:
     return base, distances
 
 
+def _softened(rows: np.ndarray) -> np.ndarray:
+    """Residuals whose squares are soft L1: an outlier costs its size, not its square."""
+    rows = rows / ROW
+    return np.sign(rows) * np.sqrt(2 * (np.sqrt(1 + rows**2) - 1))
+
+
 def fit(pairs: list[Pair]) -> tuple[dict[str, Efficiency], Overlap]:
     """The parameters that explain `pairs` best."""
     start = np.concatenate([np.log([START[n] for n in NAMES]), np.zeros(len(chips()) * len(NAMES)), OVERLAP])
@@ -103,23 +114,39 @@ def fit(pairs: list[Pair]) -> tuple[dict[str, Efficiency], Overlap]:
     of_chip: dict[str, list[Pair]] = defaultdict(list)
     for run, found in pairs:
         of_chip[run.cluster.chip].append((run, found))
+    size, places = len(NAMES), {chip: number for number, chip in enumerate(chips())}
+    own_of = {chip: size * (1 + places[chip]) for chip in of_chip}
+    """First column of a chip's own numbers."""
 
-    @functools.lru_cache(maxsize=4 * len(chips()))  # a step aside in one chip's numbers leaves the others' rows
-    def errors(chip: str, efficiency: Efficiency, overlap: Overlap) -> np.ndarray:
-        return log_errors(of_chip[chip], {chip: efficiency}, overlap)
+    def of_rows(chip: str, vector: np.ndarray) -> np.ndarray:
+        efficiencies, overlap = unpack(vector)
+        return _softened(log_errors(of_chip[chip], {chip: efficiencies[chip]}, overlap))
 
     def residuals(vector: np.ndarray) -> np.ndarray:
-        efficiencies, overlap = unpack(vector)
-        rows = np.concatenate([errors(chip, efficiencies[chip], overlap) for chip in of_chip]) / ROW
-        rows = np.sign(rows) * np.sqrt(
-            2 * (np.sqrt(1 + rows**2) - 1)
-        )  # soft L1: an outlier costs its size, not its square
-        common = (vector[: len(NAMES)] - start[: len(NAMES)]) / WIDE
-        own = ((vector[len(NAMES) : -len(OVERLAP)] - base) @ nearness) / spread
+        rows = [of_rows(chip, vector) for chip in of_chip]
+        common = (vector[:size] - start[:size]) / WIDE
+        own = ((vector[size : -len(OVERLAP)] - base) @ nearness) / spread
         overlaps = (vector[-len(OVERLAP) :] - OVERLAP) / OVERLAP_SPREAD
-        return np.concatenate([rows, common, own, overlaps])
+        return np.concatenate([*rows, common, own, overlaps])
 
-    return unpack(least_squares(residuals, start, max_nfev=60, x_scale=0.1, ftol=1e-5, xtol=1e-5).x)
+    def slopes(vector: np.ndarray) -> np.ndarray:
+        """A row answers to its own chip's numbers, to the common ones exactly as to these, and to the overlaps."""
+        found, behind = [], len(vector) - len(OVERLAP)
+        for chip in of_chip:
+            rows, of = of_rows(chip, vector), np.zeros((len(of_chip[chip]), len(vector)))
+            for column in (*range(own_of[chip], own_of[chip] + size), *range(behind, len(vector))):
+                aside = vector.copy()
+                aside[column] += STEP
+                of[:, column] = (of_rows(chip, aside) - rows) / STEP
+            of[:, :size] = of[:, own_of[chip] : own_of[chip] + size]
+            found.append(of)
+        of_priors = np.zeros((len(vector), len(vector)))
+        of_priors[:size, :size] = np.diag(1 / WIDE)
+        of_priors[size:behind, size:behind] = nearness.T / spread[:, None]
+        of_priors[behind:, behind:] = np.diag(1 / np.array(OVERLAP_SPREAD))
+        return np.concatenate([*found, of_priors])
+
+    return unpack(least_squares(residuals, start, slopes, max_nfev=60, x_scale=0.1, ftol=1e-5, xtol=1e-5).x)
 
 
 MEASURED = ("float32", "launch_us", "graph_us")

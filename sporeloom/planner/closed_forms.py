@@ -298,6 +298,15 @@ def _of_sorted_rows(dims: Dimensions, job: Parallelism) -> dict[str, int]:
     return found
 
 
+def _of_biases(dims: Dimensions, job: Parallelism, with_experts: int) -> int:
+    """Bytes of the biases of the sorted rows, which tensor parallel ranks exchange forward where experts are sharded over
+    them, too: the table of biases is sharded by features, the rows by experts."""
+    if not (dims.mlp_bias and job.computes_own_rows(dims) and job.parts_of_expert < job.tp):
+        return 0
+    rows = job.num_microbatches * job.microbatch * dims.seq_len // job.cp * job.sorted_rows(dims)
+    return with_experts * (dims.mlp_matrices - 1) * rows * dims.expert_ffn_size * job.activation_bytes
+
+
 def _expert_traffic(dims: Dimensions, job: Parallelism, stage: int, again: int) -> Counter[str]:
     """Collectives of experts: there, back, and over tensor parallel ranks; all of it mirrored backward, and once more where
     layers are recomputed. And the few values that the routers' losses and counters sum."""
@@ -309,6 +318,10 @@ def _expert_traffic(dims: Dimensions, job: Parallelism, stage: int, again: int) 
         found[f"{kind} forward"] = with_experts * moved
         found[f"{kind} backward"] = with_experts * moved
         found[f"{kind} recompute"] = with_experts * moved * again // layers
+    biases = _of_biases(dims, job, with_experts)
+    for kind in ("AlltoAll", "AllGather")[: 1 + (job.parts_of_expert > 1)]:
+        found[f"{kind} forward"] += biases
+        found[f"{kind} recompute"] += biases * again // layers
     counted, m = 4 * (dims.num_experts + 2), job.num_microbatches
     if job.dp > 1:
         found["AllReduce forward"] += 4 * m * with_experts * dims.router_sums

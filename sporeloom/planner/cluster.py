@@ -80,11 +80,9 @@ class ExpertEfficiency:
     products: Positive
     """Fraction of a large product's speed that those of experts reach."""
     all_to_all: Positive
-    """Fraction of the links' speed that all-to-alls reach."""
+    """Fraction of the links' bandwidth that all-to-alls reach, where the cluster gives no efficiency of its own."""
     overlap: Rate
-    """Fraction of a layer's products that hides its all-to-alls where virtual stages interleave microbatches."""
-    attention: Positive
-    """Speed-up of attention kernels over those in the runs of dense models, which are older."""
+    """Fraction of a layer's computation that hides all-to-alls of another microbatch, where engines run both at once."""
     passes: NotNegative
     """Number of passes over the rows of experts: they are put in order, weighted and added up."""
     layer_overhead_us: NotNegative
@@ -237,6 +235,11 @@ class Cluster:
     @property
     def fitted_experts(self) -> ExpertEfficiency:
         return self.experts or ExpertEfficiency(**_fitted()["experts"])
+
+    def share_of_all_to_all(self, link: Link) -> float:
+        """Fraction of a link's bandwidth that all-to-alls reach."""
+        is_given = self.experts is None and (self.efficiency or self.measured)
+        return link.efficiency if is_given else self.fitted_experts.all_to_all
 
     def refuses(self, mesh: Mesh) -> str | None:
         """Why MindSpore does not create the groups of such a mesh on this cluster; None if it does."""

@@ -62,7 +62,7 @@ def _seconds(kind: str, num_bytes: float, ranks: Sequence[int], cluster: Cluster
     groups = counterparts(cluster.units, tuple(sorted(ranks)), stage_size)
     if kind == "AlltoAll":
         sent = max(sent_to_all(cluster, members, num_bytes) for members in groups)
-        return sent / cluster.fitted_experts.all_to_all + (len(ranks) - 1) * MESSAGE_S
+        return sent + (len(ranks) - 1) * MESSAGE_S
     bandwidth = slowest_ring(cluster, groups)
     if kind in ("Send", "Receive"):
         return num_bytes / bandwidth

@@ -88,9 +88,11 @@ def layer_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> LayerTime
 
 
 def exposed_rows(layer: LayerTime, job: Parallelism, rates: Rates) -> float:
-    """Seconds of a layer's all-to-alls that are not hidden: only interleaved stages have another microbatch's products at
-    hand meanwhile."""
-    hidden = rates.experts.overlap * (layer.matmul + layer.attention) if job.virtual_stages > 1 else 0.0
+    """Seconds of a layer's all-to-alls that are not hidden, mean of both passes: behind those of another microbatch where the
+    engine computes them meanwhile. A backward pass takes twice as long as a forward one."""
+    hidden = (
+        rates.experts.overlap * 1.5 * (layer.matmul + layer.attention + layer.memory) if job.overlaps_experts else 0.0
+    )
     return max(0.0, layer.expert_parallel - hidden)
 
 
@@ -116,7 +118,7 @@ def experts_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> LayerTi
         matmul=share * matmul,
         attention=0.0,
         memory=share * rates.width * passes / rates.bytes,
-        overhead=share * fitted.layer_overhead_us * 1e-6,
+        overhead=share * rates.expert_overhead,
         tensor_parallel=share * reduced,
         expert_parallel=share * sent,
     )
@@ -135,6 +137,10 @@ def _exchange(dims: Dimensions, job: Parallelism, rates: Rates, tokens: float, r
         sent = all_reduce(width * ranks * tokens * h, ranks, ring)  # both together
         if dims.mlp_bias:
             added_up = tokens * job.sorted_rows(dims)
+            if parts < job.tp:  # biases, sharded by features in their table and by experts as rows: forward alone
+                moved = (dims.mlp_matrices - 1) * width * added_up * dims.expert_ffn_size
+                once = all_to_all(rates.cluster, moved / parts, job.tp // parts, 1, devices=job.devices)
+                sent += (once + all_reduce(moved, parts, rates.tp) / 2) / 2  # mean of both passes
         return sent, all_reduce(width * added_up * h, job.tp, rates.tp)
     times = dims.experts_per_token if job.sends_once else 0
     num_bytes = width * rows * h / (parts if job.sends_once else 1)  # and tensor parallel ranks gather what each got
@@ -142,7 +148,7 @@ def _exchange(dims: Dimensions, job: Parallelism, rates: Rates, tokens: float, r
     once = all_to_all(rates.cluster, num_bytes, job.ep, stride, devices=job.devices, copies=times)
     added_up = tokens if job.sends_once else rows  # a token's experts first, or what the ranks have of each row
     reduced = all_reduce(width * added_up * h, parts, rates.tp) if parts > 1 else 0.0
-    return 2 * once / rates.experts.all_to_all, reduced
+    return 2 * once, reduced
 
 
 def attention_core(dims: Dimensions, job: Parallelism, rates: Rates) -> float:
@@ -153,7 +159,11 @@ def attention_core(dims: Dimensions, job: Parallelism, rates: Rates) -> float:
         return tokens * moved / rates.bytes
     if job.flash_attention:  # its kernel computes scores again anyway; two norms and the activation
         spread = job.tp if job.sequence_parallel else 1
-        return rates.width * tokens * (4 * dims.hidden_size / spread + 3 * dims.ffn_size / job.tp) / rates.bytes
+        features = 4 * dims.hidden_size / spread + 3 * dims.ffn_size / job.tp
+        if job.repeated_features is not None:
+            features = job.repeated_features / job.tp
+        products = 2 * tokens * job.repeated_entries / job.tp / rates.flops
+        return products + rates.width * tokens * features / rates.bytes
     flops = 4 * tokens * dims.seq_len * dims.query_size / job.tp / rates.attention_flops
     return flops + rates.width * score_passes(dims, job) * tokens * dims.num_heads * dims.seq_len / job.tp / rates.bytes
 

@@ -58,6 +58,11 @@ class Parallelism:
     repeats_results: bool = False
     """A layer that is fully recomputed also reduces its last product over tp again, as in PyTorch. A graph leaves
     out what nobody needs."""
+    repeated_entries: int = 0
+    """Entries of a layer's matrices whose products selective recomputation repeats besides the attention core."""
+    repeated_features: int | None = None
+    """Features of a token that passes of selective recomputation read or write, with a fused attention kernel; None: those of
+    two norms and the activation."""
     recomputed_layers: tuple[int, ...] | None = None
     """Number of layers that each stage recomputes; None: all of them."""
     layers_of_stages: tuple[int, ...] | None = None
@@ -81,12 +86,24 @@ class Parallelism:
     """Tensor parallel ranks send a slice each between stages and gather it there; implied by sequence parallel."""
     flash_attention: bool = False
     """Attention in one kernel that stores no scores."""
-    attention_speed: float = 1.0
-    """Speed of that kernel, relative to those of PyTorch on the same chip, which published runs were fitted with."""
+    attention_share: float = 0.0
+    """Fraction of the peak that this kernel reaches; 0: the fitted one, of the kernels in published runs of dense models."""
     overlaps_tensor_parallel: bool = False
     """Products are computed in slices while tensor parallel collectives of other slices run (AsyncTP, user buffers)."""
     overlaps_sends: bool = False
     """With virtual stages, activations and gradients are sent while the next microbatch is computed."""
+    overlaps_experts: bool = False
+    """All-to-alls of experts run while a pass of another microbatch is computed."""
+    hides_gradients: bool = True
+    """Gradients are reduced while the last backward pass is computed, except in this package's graphs, up to ZeRO 2."""
+    overlaps_new_weights: bool = False
+    """With sharded optimizer state, new weights are gathered while the first microbatch's forward pass is computed."""
+    captured: Literal["none", "attention", "all"] = "none"
+    """Launches that a CUDA graph has in one: none, those of attention and the router, all of a layer."""
+    reduced_bytes: int = 4
+    """Bytes of a gradient on the wire between replicas."""
+    collectives_of_layer: float = 1.0
+    """Number of collectives into which gradients of a layer, or its sharded weights, are divided (see `ring_latency`)."""
     mask_bytes: int = 0
     """Bytes of an entry of the attention mask, which is unsharded for each microbatch; 0: the kernel makes it."""
     precision: Literal["fp16", "bf16", "fp32", "fp8"] = "bf16"

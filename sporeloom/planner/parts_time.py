@@ -61,7 +61,7 @@ def _by_parts(
     chosen = share * sum(_product(tokens / spread, matrix, 1, rates) for matrix in work.indexer_matrices)
     float32_rate = rates.cluster.peak_tflops * 1e12 * rates.cluster.fitted.matmul * float32_speed(rates.cluster)
     in_float32 = tokens / spread * (work.float32_flops / float32_rate + work.float32_bytes / rates.bytes)
-    rate = dense_attention(dims, rates)
+    rate = rates.attention_flops
     scores = 2 * tokens * work.keys(dims.seq_len) * work.score_features / tp / rate
     index_scores = 2 * tokens / spread * dims.seq_len * share * work.indexer_features / rate
     reduced, reduced_backward = _reductions(dims, job, rates, work)
@@ -93,12 +93,6 @@ def _by_parts(
         sent,
     )
     return forward.plus(dataclasses.replace(experts, expert_parallel=sent)), backward.plus(again)
-
-
-def dense_attention(dims: Dimensions, rates: Rates) -> float:
-    """FLOP/s of attention without a kernel; runs with experts were fitted with newer kernels."""
-    aligned = dims.head_size % rates.cluster.alignment == 0
-    return rates.cluster.peak_tflops * 1e12 * rates.cluster.fitted.attention * (1.0 if aligned else 1 / 12)
 
 
 def _product(tokens: float, matrix: Matrix, tp: int, rates: Rates) -> float:
@@ -143,10 +137,8 @@ def head_passes(dims: Dimensions, job: Parallelism, rates: Rates, products: int 
     head = head_forward(dims, job, rates)
     forward, backward = head, _mirrored(head, products)
     more = dims.products
-    if more is None:
-        return forward, backward
     tokens, spread = job.tokens(dims.seq_len), job.tp if job.sequence_parallel else 1
-    if more.layer:
+    if more and more.layer:
         of_loss = (SHARDED_LOSS if job.tp > 1 else LOSS).num_bytes(rates.width)
         passes = tokens * head_columns(dims, job) * of_loss / 2 / rates.bytes
         forward, backward = (dataclasses.replace(of, memory=passes) for of in (forward, backward))
@@ -155,6 +147,8 @@ def head_passes(dims: Dimensions, job: Parallelism, rates: Rates, products: int 
         forward, backward = (
             of.plus(times(one, dims.mtp_layers)) for of, one in zip((forward, backward), depth, strict=True)
         )
+    if more is None:
+        return forward, backward
     out, width = more.streams_out, rates.width
     moved_back = tokens / spread * out.backward.num_bytes(width)
     if products > 2 and dims.mtp_layers:

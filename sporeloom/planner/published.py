@@ -45,13 +45,22 @@ SPEEDS = ("tps_dev", "tok_s", "derived_tps_dev", "derived_tok_s")
 ZERO = {"": 0, "dist-opt": 1, "FSDP": 3, "ms-opt-parallel": 3}
 JEAN_ZAY_GB_PER_S = 50.0
 """Network of a node of 8 A100 of Jean Zay: 4 Omni-Path links of 100 Gb/s (model card of BLOOM)."""
+TORCHTITAN = re.compile(r"torchtitan")
+"""Keeps weights gathered over all microbatches of a pipeline, of which there are by default as many as stages."""
 MEGATRON = re.compile(r"Megatron-Bridge|NeMo-Framework-Launcher")
 """Sources whose recipes are public like the figures: sequences are sharded wherever tensors are; in fp8, on Hopper,
 attention is cuDNN's, collectives of tensor parallel run over user buffers while products are computed, and interleaved
 stages send while they compute."""
-CUDNN_SPEED = 2.0
-"""Speed of cuDNN's attention kernels on Hopper and Blackwell relative to those in PyTorch and Triton, which the other runs
-have: 595 to 617 TFLOP/s on H100, heads of 128 (arXiv:2407.08608 figure 5), against 287 to 304 (pytorch/benchmark#2296)."""
+CUDNN_SHARE = 0.5
+"""Fraction of the peak that cuDNN's attention kernels reach on Hopper and Blackwell, both passes together. On H100, heads of
+128 and no mask: forward 595 to 617 TFLOP/s, backward 499 to 518 (arXiv:2407.08608 figures 5 and 6); with a mask less. On B200
+forward 0.55 (FlashAttention-4's abstract). The runs of dense models elsewhere have kernels of PyTorch and Triton."""
+AFTER_THE_PASSES = re.compile(r"arXiv:2104\.04473|arXiv:2205\.05198|arXiv:2201\.11990|^bigscience|nv-adlr")
+"""Sources whose engines reduce gradients when all passes are done: Megatron-LM before its --overlap-grad-reduce of 2023, and
+DeepSpeed's pipelines. In OneFlow's report Megatron's rows, too."""
+DEEPSPEED_2021 = re.compile(r"arXiv:2104\.04473")
+TENSORS_OF_LAYER = 4
+"""Matrices of a layer, which ZeRO 3 of DeepSpeed gathered one by one in 2021."""
 ASSUMED_VOCABULARY = 50_000
 CAPACITY_FACTOR = 1.5
 """Capacity factor of runs with experts that only say that they have one: MindFormers' files name 1.1 to 1.5."""
@@ -216,6 +225,9 @@ def _parallelism(row: dict[str, str], dims: Dimensions, flash: bool) -> Parallel
     if pp > dims.num_layers:
         raise UnpredictableError("more stages than layers")
     local = _whole(noted(row, "local_batch") or "0") if pp == 1 else 0
+    is_titan = bool(TORCHTITAN.search(row["source"]))
+    if is_titan and pp > 1 and not row["microbatch"]:
+        local = max(1, _whole(noted(row, "local_batch") or "0") // pp)
     microbatch = _whole(row["microbatch"] or str(local or 1)) or 1
     text, zero = row["precision"].lower(), row["zero"]
     precision = "fp8" if "fp8" in text else "fp16" if "fp16" in text else "bf16"
@@ -236,11 +248,15 @@ def _parallelism(row: dict[str, str], dims: Dimensions, flash: bool) -> Parallel
         recomputed_layers=layers,
         repeats_results=zero != "ms-opt-parallel",
         zero=level,
-        gathers="step" if zero == "ms-opt-parallel" else "microbatch",
+        gathers="step" if zero == "ms-opt-parallel" or (pp > 1 and is_titan) else "microbatch",
         sequence_parallel=megatron or noted(row, "sp").lower() in ("1", "true") or "SP on" in row["note"] or level == 3,
         overlaps_tensor_parallel="AsyncTP" in row["note"] or (megatron and precision == "fp8"),
         overlaps_sends=megatron and precision == "fp8",
-        attention_speed=CUDNN_SPEED if megatron and precision == "fp8" else 1.0,
+        attention_share=CUDNN_SHARE if megatron and precision == "fp8" else 0.0,
+        overlaps_new_weights=megatron,
+        hides_gradients=not (AFTER_THE_PASSES.search(row["source"]) or row["id"].startswith("dlperf_meg")),
+        reduced_bytes=2 if megatron or precision == "fp16" else 4,
+        collectives_of_layer=TENSORS_OF_LAYER if level == 3 and DEEPSPEED_2021.search(row["source"]) else 1,
         scatter_gather=zero in ("0", "dist-opt") or "scatter/gather" in row["note"],  # Megatron's; DeepSpeed sends all
         flash_attention=word == "true" if word in ("true", "false") else flash or (precision == "bf16" and level >= 2),
         precision=precision,  # type: ignore[arg-type]

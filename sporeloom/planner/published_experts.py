@@ -13,7 +13,8 @@ from sporeloom.core.errors import ConfigError
 from sporeloom.planner.cluster import Cluster, chips
 from sporeloom.planner.dimensions import Dimensions
 from sporeloom.planner.parallelism import Parallelism
-from sporeloom.planner.published import CAPACITY_FACTOR, CUDNN_SPEED, Measurement, PublishedRun, UnpredictableError
+from sporeloom.planner.published import CAPACITY_FACTOR, CUDNN_SHARE, Measurement, PublishedRun, UnpredictableError
+from sporeloom.planner.recipes import WHOLE_LAYER, Recipe, recipes
 
 COLUMNS = (
     *("id", "source", "model", "layers", "hidden", "heads", "kv_heads", "head_dim", "dense_ffn", "vocab", "experts"),
@@ -24,8 +25,13 @@ LATENT = re.compile(r"MLA\(q (\d+), kv (\d+)\)")
 ROPE_DIM, VALUE_DIM = 64, 128
 """Widths of a head of DeepSeek's latent attention; its queries have both."""
 ASCEND = "MindFormers"
-ASSUMED = ("recompute", "zero")
-"""Values that decide the memory and have no column."""
+UNKNOWN = Recipe()
+"""Settings of a run whose recipe is not public."""
+MLA_UP = "mla_up_proj"
+FEATURES_OF = {"layernorm": lambda dims: 4 * dims.hidden_size, "moe_act": lambda dims: 3 * _expert_features(dims)}
+"""Values of a token that these modules read and write once more."""
+ASSUMED = ("recompute", "zero", "experts")
+"""Settings that have no column, and are open where no recipe is public."""
 
 
 def is_of_experts(path: Path) -> bool:
@@ -57,8 +63,10 @@ def describe_experts(row: dict[str, str]) -> PublishedRun:
         UnpredictableError: with the reason.
     """
     try:
-        run = row["id"], row["source"], _dimensions(row), _parallelism(row), _cluster(row["chip"])
-        return PublishedRun(*run, ASSUMED)
+        recipe = UNKNOWN if ASCEND in row["source"] else recipes().get(row["id"], UNKNOWN)
+        dims = _dimensions(row, recipe)
+        run = row["id"], row["source"], dims, _parallelism(row, dims, recipe), _cluster(row["chip"])
+        return PublishedRun(*run, ASSUMED if recipe is UNKNOWN else ())
     except ValueError as error:
         raise UnpredictableError(f"not a number: {error}") from None
     except ConfigError as error:
@@ -85,7 +93,7 @@ def _cluster(chip: str) -> Cluster:
     raise UnpredictableError(f"chip {chip}: no data sheet is known")
 
 
-def _dimensions(row: dict[str, str]) -> Dimensions:
+def _dimensions(row: dict[str, str], recipe: Recipe) -> Dimensions:
     layers, hidden, heads = int(row["layers"]), int(row["hidden"]), int(row["heads"])
     experts, chosen = int(row["experts"]), int(row["topk"])
     latent = LATENT.search(row["kv_heads"])
@@ -112,28 +120,39 @@ def _dimensions(row: dict[str, str]) -> Dimensions:
         mlp_bias=False,
         norm_bias=False,
         dropout=False,
+        mtp_layers=recipe.mtp,
     )
     if latent is None:
         return dims
     q_rank, kv_rank = map(int, latent.groups())
-    matrices = (
-        hidden * (q_rank + kv_rank + ROPE_DIM)
-        + q_rank * heads * (VALUE_DIM + ROPE_DIM)
-        + kv_rank * heads * 2 * VALUE_DIM
-        + heads * VALUE_DIM * hidden
-    )
+    matrices = hidden * (q_rank + kv_rank + ROPE_DIM) + heads * VALUE_DIM * hidden + _up_projections(row)
     # Scores have heads of both parts, contexts of one: their mean.
     return dataclasses.replace(dims, head_dim=VALUE_DIM + ROPE_DIM // 2, attention_matrices=matrices)
 
 
-def _parallelism(row: dict[str, str]) -> Parallelism:
+def _up_projections(row: dict[str, str]) -> int:
+    """Entries of the matrices that make heads of latents; 0: there are none."""
+    latent = LATENT.search(row["kv_heads"])
+    if latent is None:
+        return 0
+    q_rank, kv_rank = map(int, latent.groups())
+    return int(row["heads"]) * (q_rank * (VALUE_DIM + ROPE_DIM) + kv_rank * 2 * VALUE_DIM)
+
+
+def _expert_features(dims: Dimensions) -> int:
+    """Width of the experts of a token, the shared one among them."""
+    return dims.experts_per_token * dims.expert_ffn_size + dims.shared_ffn_size
+
+
+def _parallelism(row: dict[str, str], dims: Dimensions, recipe: Recipe) -> Parallelism:
     dp, tp, pp, cp = (int(row[name] or 1) for name in ("dp", "tp", "pp", "cp"))
-    ep, devices, batch = int(row["ep"] or 1), int(row["devices"]), int(row["global_batch"])
+    ep, devices, batch = recipe.ep or int(row["ep"] or 1), int(row["devices"]), int(row["global_batch"])
     if dp * tp * pp * cp != devices:
         raise UnpredictableError(f"dp {dp} x tp {tp} x pp {pp} x cp {cp} is not {devices} devices")
     if batch % dp:
         raise UnpredictableError(f"a batch of {batch} cannot be distributed to dp {dp}")
     microbatch = int(row["microbatch"] or 1)
+    virtual_stages = max(1, int(row["vpp"] or 1))
     text = row["precision"].lower()
     is_ascend, is_fsdp = ASCEND in row["source"], "FSDP" in row["note"]
     return Parallelism(
@@ -143,15 +162,23 @@ def _parallelism(row: dict[str, str]) -> Parallelism:
         cp=cp,
         ep=ep,
         expert_tp=0 if is_ascend else 1,  # Megatron's runs shard experts over ep alone
-        sends_once=not is_ascend,
-        virtual_stages=max(1, int(row["vpp"] or 1)),
+        sends_once=recipe.library and not is_ascend,
+        overlaps_experts=recipe.overlap,
+        overlaps_sends=not is_ascend,
+        overlaps_new_weights=not is_ascend,
+        captured=recipe.captured,
+        reduced_bytes=4 if is_ascend else 2,
+        virtual_stages=virtual_stages,
+        layers_of_stages=recipe.layers_of_stages(dims.num_layers, pp, virtual_stages),
         microbatch=microbatch,
         num_microbatches=max(1, batch // dp // microbatch),
-        recompute="full" if is_ascend else "selective",
+        recompute="full" if is_ascend or WHOLE_LAYER in recipe.repeats else "selective" if recipe.repeats else "none",
+        repeated_entries=_up_projections(row) * (MLA_UP in recipe.repeats),
+        repeated_features=sum(of(dims) for name, of in FEATURES_OF.items() if name in recipe.repeats),
         zero=3 if is_fsdp or is_ascend else 1,
         gathers="step",
         sequence_parallel=tp > 1,
         flash_attention=True,
-        attention_speed=1.0 if is_ascend else CUDNN_SPEED,
+        attention_share=CUDNN_SHARE if recipe.cudnn and not is_ascend else 0.0,
         precision="fp8" if "fp8" in text else "fp16" if "fp16" in text else "bf16",
     )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 
 from sporeloom.planner.cluster import Cluster, Link
@@ -13,6 +14,7 @@ from sporeloom.planner.parallelism import Parallelism
 FLOAT32_SPEED = 0.5  # of matrix products, relative to bf16: no published run in the fit computes so
 KERNEL_HEAD = 128  # fused attention kernels take as long for narrower heads
 MESSAGE_S = 2e-6  # to send one of an all-to-all's messages off, however short: published latencies of small messages
+RING_HOP_S, NETWORK_HOP_S = 3.4e-6, 14e-6  # of a ring: NCCL's own constants for long messages, in a server and between
 
 
 def ring_bandwidth(cluster: Cluster, members: Members) -> float:
@@ -52,6 +54,16 @@ def float32_speed(cluster: Cluster) -> float:
     return FLOAT32_SPEED if measured is None else measured
 
 
+def ring_latency(cluster: Cluster, size: int, stride: int, devices: int = 0) -> float:
+    """Seconds that the hops of a ring through every `stride`-th device take, however little each moves: one from each rank to
+    the next. An all-reduce has twice as many."""
+    if size == 1:
+        return 0.0
+    servers = max(math.ceil(size / members[0]) for members in every(cluster.units, size, stride, devices))
+    between = servers if servers > 1 else 0
+    return max(0, size - 1 - between) * RING_HOP_S + between * NETWORK_HOP_S
+
+
 def all_reduce(num_bytes: float, size: int, bandwidth: float) -> float:
     """Seconds of a ring all-reduce; a reduce-scatter or an all-gather takes half."""
     return 2 * (size - 1) / size * num_bytes / bandwidth
@@ -60,13 +72,14 @@ def all_reduce(num_bytes: float, size: int, bandwidth: float) -> float:
 def sent_to_all(cluster: Cluster, members: Members, num_bytes: float, copies: int = 0) -> float:
     """Seconds that the links of a device take for an all-to-all, see `all_to_all`; without starting messages."""
     size = members[-1]
-    nodes, far_bytes = size / members[0], num_bytes
-    if copies:
-        far_bytes *= nodes * (1 - (1 - 1 / nodes) ** copies) / copies
     seconds = 0.0
     for number, (link, others) in enumerate(reached(cluster, members)):
-        sent = far_bytes if number else num_bytes
-        seconds += others / size * sent / (link.rate() * 1e9) + others * link.latency_s
+        sent = num_bytes
+        if copies:  # a library: each place that has some of them gets one
+            places = size / members[0] if number else size
+            sent *= places * (1 - (1 - 1 / places) ** copies) / copies
+        rate = link.gb_per_s * cluster.share_of_all_to_all(link) / link.oversubscription * 1e9
+        seconds += others / size * sent / rate + others * link.latency_s
     return seconds
 
 
@@ -75,7 +88,7 @@ def all_to_all(
 ) -> float:
     """Seconds in which every device sends each of `size`, every `stride`-th, its part of `num_bytes`: within a node over its
     links, to others over the device's own, each message after the other. The slowest group of a job of so many `devices`.
-    `copies`: of what each row is among them, of which a node is sent one."""
+    `copies`: of what each row is among them, of which a device or another node is sent one, by a library for experts."""
     groups = every(cluster.units, size, stride, devices)
     return max(sent_to_all(cluster, members, num_bytes, copies) for members in groups) + (size - 1) * MESSAGE_S
 
@@ -89,12 +102,11 @@ class Rates:
         self.flops = cluster.peak_tflops * 1e12 * fitted.matmul * faster
         self.head_flops = self.flops / (faster if job.precision == "fp8" else 1.0)  # libraries keep the head in bf16
         aligned = dims.head_size % cluster.alignment == 0
-        self.attention_flops = cluster.peak_tflops * 1e12 * fitted.attention * (1.0 if aligned else 1 / 12)
-        self.attention_flops *= job.attention_speed
-        if dims.num_experts:
-            self.attention_flops *= self.experts.attention
+        share = job.attention_share or fitted.attention
+        self.attention_flops = cluster.peak_tflops * 1e12 * share * (1.0 if aligned else 1 / 12)
         self.bytes = cluster.memory_gb_per_s * 1e9 * fitted.memory
-        self.overhead = fitted.layer_overhead_us * 1e-6
+        self.overhead = fitted.layer_overhead_us * 1e-6 if job.captured == "none" else 0.0
+        self.expert_overhead = self.experts.layer_overhead_us * 1e-6 if job.captured != "all" else 0.0
         self.tp = group_bandwidth(cluster, job.tp, 1, job.devices)
         self.width = job.activation_bytes
         self.factor_width = 1 if job.precision == "fp8" else self.width

@@ -186,6 +186,15 @@ def _fits_report(fits: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _open_settings(found: dict[str, Any]) -> str:
+    if not found["rows"]:
+        return "settings that sources leave open: none"
+    return (
+        f"settings that sources leave open: {found['inside']} of {found['rows']} runs that leave some were measured between "
+        f"the fastest and the slowest plausible ones, which are a factor of {found['median_ratio']:.2f} apart (median)"
+    )
+
+
 def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}"
 
@@ -204,6 +213,7 @@ def validation_report(report: dict[str, Any]) -> str:
     lines += [line("all", time)]
     for kind in ("by_chip", "by_source"):
         lines += ["", *(line("  " + name, figures) for name, figures in time[kind].items())]
+    lines += ["", _open_settings(time["open_settings"])]
     lines += ["", line("memory, where measured", memory)]
     lines += _fits_report(fits)
     lines += ["", "not predicted:", *(f"  {count:4}  {reason}" for reason, count in report["not_predicted"].items())]

@@ -22,12 +22,12 @@ from sporeloom.planner.memory import (
 )
 from sporeloom.planner.parallelism import Parallelism
 from sporeloom.planner.parts_time import head_passes, layer_passes, times
-from sporeloom.planner.rates import Rates, all_reduce, group_bandwidth, slowest_ring
+from sporeloom.planner.rates import Rates, all_reduce, group_bandwidth, ring_latency, slowest_ring
 from sporeloom.strategy.listed_schedule import Pass
 from sporeloom.strategy.schedule import idle_microbatches, splits_backward
 from sporeloom.strategy.schedule import times as schedule_times
 
-GRADIENT_BYTES = 4  # on the wire: replicas' gradients are added up in float32
+GRADIENT_BYTES = 4  # on the wire, of words that two stages have: added up in float32
 OWN_OVERLAP = 0.25  # of the passes, hides what our graphs scatter in them (ZeRO-2), or gather (ZeRO-3); as simulated
 
 
@@ -184,23 +184,32 @@ def _data_parallel(
     apart = job.devices // job.pp // same
     experts = (same - 1) / same / group_bandwidth(cluster, same, apart, job.devices)
     parameters += max(expert_parameters(dims, job)) * experts / ring  # as if they went the others' way
+    hops = 0.0
+    if not job.own_graphs:  # of a ring; our graphs have rounds, of which there are few
+        rings = max(job.stages(dims.num_layers)) * job.collectives_of_layer
+        hops = rings * ring_latency(cluster, job.replicas, job.tp, job.devices)
     trained = adapters or parameters
     backward = compute * 2 / 3
     if job.zero == 3:
         per_microbatch = job.gathers == "microbatch"
         share, times = (overlap.weights, job.num_microbatches) if per_microbatch else (overlap.gradients, 1)
         gathers = 2 if per_microbatch else 1  # again for the backward pass
-        width = GRADIENT_BYTES if job.own_graphs and job.num_microbatches > 1 else 2
-        moved, gathered = ring * trained * width * times, gathers * ring * parameters * 2 * times
+        width = job.reduced_bytes if job.own_graphs and job.num_microbatches > 1 else 2
+        moved, gathered = (
+            (ring * trained * width + hops) * times,
+            gathers * (ring * parameters * 2 + hops) * times,
+        )
         if job.own_graphs:
             return moved, max(gathered - OWN_OVERLAP * compute, 0.0)
         seen = overlap.contention if per_microbatch else 0.0
         hidden = share * compute * (1 + gathers) / 3
         return max(moved - share * backward, seen * moved), max(gathered - hidden, seen * gathered)
-    moved, gathered = ring * trained * GRADIENT_BYTES, ring * parameters * job.weight_bytes
+    moved, gathered = ring * trained * job.reduced_bytes + hops, ring * parameters * job.weight_bytes + hops
     last = backward / job.num_microbatches  # gradients are complete in the last microbatch
-    if job.own_graphs and (job.pp > 1 or job.num_microbatches > 1):
-        last = 0.0  # the update's graph reduces them
+    if not job.hides_gradients or (job.own_graphs and (job.pp > 1 or job.num_microbatches > 1)):
+        last = 0.0  # in this package the update's graph reduces them
+    if job.overlaps_new_weights:
+        gathered = max(0.0, gathered - overlap.gradients * compute / 3 / job.num_microbatches)
     if job.shards_accumulated_gradients:
         return max(job.num_microbatches * moved - OWN_OVERLAP * backward, 0.0), gathered
     if job.zero == 2:  # implementations that shard gradients move each virtual stage's while the next is computed

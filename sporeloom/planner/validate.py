@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from sporeloom.planner.open_settings import seconds_range
 from sporeloom.planner.published import Measurement, PublishedRun, UnpredictableError, describe, measured, read_rows
 from sporeloom.planner.published_experts import describe_experts, is_of_experts, measured_experts, read_expert_rows
 from sporeloom.planner.published_memory import RunMemory, run_memory
@@ -77,6 +78,16 @@ def _grouped(predictions: list[Prediction], key: Any) -> dict[str, Any]:
     return {name: _figures(errors) for name, errors in sorted(groups.items(), key=lambda item: -len(item[1]))}
 
 
+def _open_settings(predictions: list[Prediction]) -> dict[str, Any]:
+    """Runs that leave settings open: how many were measured between the predictions of all plausible ones."""
+    found = [(p.found.seconds, *seconds_range(p.run)) for p in predictions if p.run.assumed and p.found.seconds]
+    return {
+        "rows": len(found),
+        "inside": sum(low <= measured <= high for measured, low, high in found),
+        "median_ratio": round(float(np.median([high / low for _, low, high in found])), 3) if found else None,
+    }
+
+
 def _judged(predictions: list[Prediction]) -> dict[str, Any]:
     """Count how often "fits" or "does not fit" was right: of all runs, of those that publish all that decides memory,
     and of the others."""
@@ -128,6 +139,7 @@ def validate(path: Path) -> dict[str, Any]:
             **_figures(times),
             "by_source": _grouped(predictions, lambda p: p.run.source),
             "by_chip": _grouped(predictions, lambda p: p.run.cluster.chip),
+            "open_settings": _open_settings(predictions),
         },
         "memory": _figures(memories),
         "fits": _judged(predictions),

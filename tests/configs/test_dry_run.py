@@ -4,6 +4,7 @@
 import dataclasses
 import json
 import math
+import re
 
 import pytest
 from conftest import CONFIGS, call, run, tool
@@ -33,6 +34,7 @@ STRATEGIES = {
     "dp4_zero3_accumulate": "mesh: {dp: 4}\noptimizer_parallel: {axis: dp, reshard_after_forward: true}\n",
     "ep2_tp2": "mesh: {ep: 2, tp: 2}\n",
     "ep2_tp2_dropless": "mesh: {dp: 4, ep: 2, tp: 2}\nrecompute: {layers: all}\n",
+    "dp2_ep4_tp2_dropless": "mesh: {dp: 2, ep: 4, tp: 2}\nrecompute: {layers: all}\n",
     "pp2_ep2": "mesh: {pp: 2, ep: 2}\npipeline: {num_microbatches: 2}\n",
     "dp4_ep2_zero": "mesh: {dp: 4, ep: 2}\noptimizer_parallel: {axis: dp}\n",
     "dp2_cp2_ulysses": "mesh: {dp: 2, cp: 2}\ncontext_parallel: ulysses\noptimizer_parallel: {axis: dp}\n",
@@ -47,6 +49,7 @@ STRATEGIES = {
     f"pipeline: {{num_microbatches: 3, virtual_stages: 2, schedule: {OWN_SCHEDULE}}}\n",
     "pp4_tp2_sp": "mesh: {pp: 4, tp: 2}\npipeline: {num_microbatches: 4}\nsequence_parallel: true\n",
 }
+OF_EXPERTS = re.compile(r"ep\d")
 IN_BFLOAT16 = ("dp8_tp3", "dp2_cp2_tp2", "dp4_zero2_accumulate", "pp2_dp4_tp8_zero", "pp4_tp2_sp")
 WHOLE_WORDS = ("dp2_cp2_ulysses",)  # whose tables the shards do not divide
 OF_THREE = {
@@ -97,17 +100,20 @@ OWN_STAGES = ("pp2_dp2_zero_own_schedule",)
         *(
             ("pangu", "tiny", name)
             for name in STRATEGIES
-            if "ep2" not in name and name not in ("dp2_cp2_tp2", "dp8_tp3")
+            if not OF_EXPERTS.search(name) and name not in ("dp2_cp2_tp2", "dp8_tp3")
         ),
         *((*model, name) for model, name in OTHER_MODELS.items()),
         ("pangu", "pro_moe_tiny", "ep2_tp2_dropless"),
+        ("pangu", "gshard_tiny", "dp2_ep4_tp2_dropless"),  # rows of experts with biases over tp
         ("palm", "tiny", "dp8_tp3"),  # as PaLM's 12
         ("codegeex", "tiny", "dp4_zero2_accumulate"),  # with its top query layer
     ],
 )
 def test_graphs_hold_what_is_implied_and_send_no_more(family, size, name, write):
     """One compilation for all ranks. The closed formulas describe MindSpore's partitioner: ours sends at most as much."""
-    layers = 4 if any(part in name for part in ("pp4", "interleaved", "bubble", "own", "dp4_tp8", "_ep2")) else 2
+    layers = (
+        4 if any(part in name for part in ("pp4", "interleaved", "bubble", "own", "dp4_tp8", "_ep2", "_ep4")) else 2
+    )
     given = {
         **MODEL,
         "num_layers": layers,
@@ -120,7 +126,7 @@ def test_graphs_hold_what_is_implied_and_send_no_more(family, size, name, write)
         given |= OF_THREE
     if "dropless" in name:
         given["experts"] = {**size_config(family, size).to_dict()["experts"], "capacity_factor": None}
-    rules = RULES.replace("decoder", "experts") if "ep2" in name else RULES
+    rules = RULES.replace("decoder", "experts") if OF_EXPERTS.search(name) else RULES
     path, model = write(f"{name}.yaml", rules + STRATEGIES[name]), write("model.json", json.dumps(given))
     accumulate = 2 if "accumulate" in name else 1
     asked = ("--model", family, "--size", size, "--strategy", path, "--config", model, "--ranks", "all")

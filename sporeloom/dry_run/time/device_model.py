@@ -84,8 +84,7 @@ class DeviceModel:
         if kind == "Message":
             return num_bytes / bandwidth + MESSAGE_S + self._rounds_latency(members)
         if kind == "AlltoAll":
-            seconds = sent_to_all(self.cluster, members, num_bytes)
-            return seconds / self.cluster.fitted_experts.all_to_all + (size - 1) * MESSAGE_S
+            return sent_to_all(self.cluster, members, num_bytes) + (size - 1) * MESSAGE_S
         rounds = math.ceil(math.log2(size)) * MESSAGE_S + self._rounds_latency(members)
         half = (size - 1) / size * num_bytes / bandwidth + rounds
         return half if kind in HALVES else 2 * half

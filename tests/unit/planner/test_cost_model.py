@@ -24,7 +24,7 @@ from sporeloom.planner.memory import (
     stage_parameters,
 )
 from sporeloom.planner.parallelism import Parallelism, PartLayers
-from sporeloom.planner.rates import Rates, group_bandwidth
+from sporeloom.planner.rates import Rates, group_bandwidth, ring_latency
 from sporeloom.planner.search import describe, search
 from sporeloom.planner.step_time import flops_per_device, step_time
 from sporeloom.strategy.schedule import microbatches_held, passes
@@ -328,7 +328,8 @@ def test_overlapped_communication_takes_less():
     assert behind.pipeline == pytest.approx(whole.pipeline * 7 / (64 * 3 + 7))
     one = dataclasses.replace(job, virtual_stages=1)
     assert step_time(dims, one, A100) == step_time(dims, dataclasses.replace(one, overlaps_sends=True), A100)
-    faster = step_time(dims, dataclasses.replace(job, attention_speed=2.0), A100)
+    twice = dataclasses.replace(job, attention_share=2 * A100.fitted.attention)
+    faster = step_time(dims, twice, A100)
     assert faster.attention == pytest.approx(whole.attention / 2)
 
 
@@ -340,8 +341,9 @@ def test_hidden_gathers_slow_the_computation_down():
     assert free.weights == free.gradients == 0
     ring = 7 / 8 / group_bandwidth(A100, 8, 1)
     num_bytes = 2 * max(stage_parameters(dims, job))
-    assert shared_cores.weights == pytest.approx(0.25 * 2 * ring * num_bytes)
-    assert shared_cores.gradients == pytest.approx(0.25 * ring * num_bytes)
+    hops = dims.num_layers * ring_latency(A100, 8, 1)
+    assert shared_cores.weights == pytest.approx(0.25 * 2 * (ring * num_bytes + hops))
+    assert shared_cores.gradients == pytest.approx(0.25 * (ring * num_bytes + hops))
 
 
 @pytest.mark.parametrize(("block", "share"), [("sequential", 1 / 2), ("parallel", 1), ("sandwich", 0)])

@@ -65,7 +65,7 @@ def test_the_published_runs_are_predicted():
     assert is_of_experts(path) and not is_of_experts(shared("facts/published_runs.csv"))
     report = validate(path)["step_time"]
     assert report["rows"] == len(read_expert_rows(path)) == 26
-    assert report["median_abs_error"] <= 0.2
+    assert report["median_abs_error"] <= 0.08
     row = read_expert_rows(path)[0]
     assert describe_experts({**row, "iter_s": "1"}) == describe_experts(row)
 

@@ -8,7 +8,7 @@ from conftest import ROOT, shared
 from sporeloom.core.errors import ConfigError
 from sporeloom.planner.errors import published_errors
 from sporeloom.planner.layer_time import layer_forward
-from sporeloom.planner.published import CUDNN_SPEED, UnpredictableError, describe, measured, read_rows
+from sporeloom.planner.published import CUDNN_SHARE, UnpredictableError, describe, measured, read_rows
 from sporeloom.planner.published_experts import describe_experts, read_expert_rows
 from sporeloom.planner.rates import Rates
 from sporeloom.planner.validate import predict, validate
@@ -137,10 +137,15 @@ def row_named(rows, name):
 def test_recipes_of_megatron_shard_sequences_and_overlap_in_fp8(rows):
     job = describe(row_named(rows, "bridge_2509_llama3_70b")).job
     assert job.sequence_parallel and job.overlaps_tensor_parallel and job.overlaps_sends
-    assert job.attention_speed == CUDNN_SPEED > 1
+    assert job.attention_share == CUDNN_SHARE == 0.5 and job.overlaps_new_weights and job.reduced_bytes == 2
     vanilla, sliced = (describe(row_named(rows, f"titan_atp_70b_{kind}")).job for kind in ("vanilla", "async"))
     assert sliced.overlaps_tensor_parallel and not vanilla.overlaps_tensor_parallel
-    assert vanilla.attention_speed == sliced.attention_speed == 1.0
+    assert vanilla.attention_share == sliced.attention_share == 0
+
+
+def test_torchtitan_gathers_weights_once_for_all_microbatches_of_a_pipeline(rows):
+    assert describe(row_named(rows, "titan_405b_1f1b")).job.gathers == "step"
+    assert describe(row_named(rows, "titan_70b_tp8")).job.gathers == "microbatch"
 
 
 def test_jean_zay_has_its_published_network(rows):
@@ -162,4 +167,4 @@ def test_products_of_latent_attention_are_those_of_its_matrices():
     entries = 2 * run.dims.hidden_size * (run.dims.query_size + run.dims.kv_size)
     less = 2 * run.dims.seq_len * (entries - run.dims.attention_matrices) / rates.flops
     assert less < plain.matmul - latent.matmul < 1.5 * less
-    assert run.job.attention_speed == CUDNN_SPEED
+    assert run.job.attention_share == CUDNN_SHARE

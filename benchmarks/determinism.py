@@ -58,6 +58,12 @@ def kinds(folder):
         Kind("int8, draft model", ("--weights", "int8", *drafts), 6),
         Kind("tp 2, draft model", (*mesh, *drafts), 4),
         Kind("no prefix cache, chunks of 7", ("--prefix-cache-gb", 0, "--prefill-chunk", 7), 0),
+        Kind("int4", ("--weights", "int4"), None),
+        Kind("int4, draft model", ("--weights", "int4", *drafts), 10),
+        Kind("int4, adapters, n-gram drafts", ("--weights", "int4", *modules, *NGRAM), 10, False, True),
+        Kind("tp 2, int4, n-gram drafts", (*mesh, "--weights", "int4-g32", *NGRAM), None),
+        Kind("w8a8, KV cache of int8", ("--weights", "w8a8", "--kv-cache", "int8"), None),
+        Kind("w8a8, KV cache of int8, n-gram drafts", ("--weights", "w8a8", "--kv-cache", "int8", *NGRAM), 14),
     ]
 
 

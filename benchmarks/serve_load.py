@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """64 clients for minutes against a server of a tiny model with all that it has: errors, lost requests, and its memory.
 
-Requests of all kinds (benchmarks/served.py) with n-gram drafts, a prefix cache that overflows, and adapters that are loaded
-and unloaded meanwhile; a twentieth of the clients go away. Writes benchmarks/results/serve_load.md.
+Requests of all kinds (benchmarks/served.py) to a model in int4 with n-gram drafts, a prefix cache that overflows, and
+adapters that are loaded and unloaded meanwhile; a twentieth of the clients go away. Writes benchmarks/results/serve_load.md.
 
 python benchmarks/serve_load.py [--minutes 10] [--clients 64]
 """
@@ -108,7 +108,7 @@ def main():
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         build(folder := Path(name))
-        flags = ("--speculate", "ngram", "--embeddings", "last", "--prefix-cache-gb", 0.02)
+        flags = ("--weights", "int4", "--speculate", "ngram", "--embeddings", "last", "--prefix-cache-gb", 0.02)
         flags += ("--lora-modules", f"poet={folder / 'poet'}", "--runtime-lora-folder", folder, "--max-loras", 2)
         with serving(folder / "town", *flags) as server:
             checked = list(mixed(20, seed=99))

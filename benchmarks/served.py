@@ -29,7 +29,7 @@ from sporeloom.models.parameters import parameter_shapes
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "examples" / "small_town.txt").read_text(encoding="utf-8")
-CONTEXT, START_S = 1024, 300
+CONTEXT, START_S = 1024, 900
 TEMPLATE = """\
 {%- for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
 {%- for message in messages %}{{- '[unused9]' + message.role + '：' + message.content }}

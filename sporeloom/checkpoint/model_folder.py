@@ -21,7 +21,6 @@ from sporeloom.checkpoint.contents import BESIDE_WEIGHTS, check_contents
 from sporeloom.checkpoint.finite import check_finite
 from sporeloom.checkpoint.generation_config import with_end_tokens
 from sporeloom.checkpoint.manifest import MANIFEST, read_manifest
-from sporeloom.checkpoint.packed_matrix import Int4
 from sporeloom.checkpoint.published_folder import (
     BESIDE,
     is_published_folder,
@@ -29,6 +28,7 @@ from sporeloom.checkpoint.published_folder import (
     published_config,
     read_slice,
 )
+from sporeloom.checkpoint.quantized_matrix import Grouped, Int8
 from sporeloom.checkpoint.sharded import CheckpointReader, damage
 from sporeloom.checkpoint.tensor_files import (
     WEIGHTS,
@@ -156,9 +156,11 @@ class FolderWeights:
     damage: Callable[[slice], str | None] = lambda share: None
     """The first tensor that differs from what was written, or None. Takes the slices to check."""
     packed: WeightFormat | None = None
-    """The format of matrices that are quantized already."""
-    read_int4: Callable[[str], Int4] | None = None
+    """The format of matrices that have 4 bits already."""
+    read_int4: Callable[[str], Grouped] | None = None
     """Read one of those as it is."""
+    read_int8: Callable[[str], Int8 | None] | None = None
+    """Read a matrix that is int8 already as it is; None: it is not."""
 
 
 def open_weights(folder: Path) -> FolderWeights:
@@ -200,8 +202,10 @@ def _published_weights(folder: Path) -> FolderWeights:
         return np.concatenate(list(read_slice(rows[name], part)))
 
     # `open_published` has compared the contents with their hashes.
+    if not source.packed:
+        return FolderWeights(source.shapes, read)
     return FolderWeights(
-        source.shapes, read, packed=source.weights, read_int4=source.read_int4 if source.packed else None
+        source.shapes, read, packed=source.weights, read_int4=source.read_int4, read_int8=source.read_int8
     )
 
 

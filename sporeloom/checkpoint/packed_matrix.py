@@ -23,15 +23,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sporeloom.checkpoint.quantization_config import INSTEAD, KEY, Quantization
+from sporeloom.checkpoint.quantized_matrix import Grouped, QuantizedMatrix, stored_numbers, unpacked
 from sporeloom.checkpoint.tensor_files import StoredTensor, read_float32
 from sporeloom.core.errors import ConfigError
-from sporeloom.models.weight_formats import OTHERWISE
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
 IN_WORD = 8
@@ -43,24 +42,14 @@ TWO_FULL = np.uint32(0xFF000000)
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
-class Int4(NamedTuple):
-    """A matrix in int4: w = (q - zero) * scale."""
-
-    q: NDArray[np.uint8]
-    """(..., out, in), 0 to 15."""
-    scale: NDArray[np.float32]
-    """(..., out, groups)."""
-    zero: NDArray[np.uint8]
-    """(..., out, groups), 0 to 15."""
-
-
 @dataclass(frozen=True)
-class PackedMatrix:
-    """A matrix of a published folder, read on demand."""
+class PackedMatrix(QuantizedMatrix):
+    """A matrix of GPTQ or AWQ."""
 
     name: str
     quantization: Quantization
     parts: Mapping[str, StoredTensor]
+    bits: int = 4
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -71,6 +60,14 @@ class PackedMatrix:
     @property
     def num_groups(self) -> int:
         return self.parts["scales"].shape[0]
+
+    @property
+    def size(self) -> int:
+        return self.quantization.group_size if self.quantization.group_size > 0 else self.shape[1]
+
+    @property
+    def order(self) -> StoredTensor | None:
+        return self.parts.get("g_idx")
 
     def check(self) -> None:
         """Check the shapes and types of its parts.
@@ -100,17 +97,13 @@ class PackedMatrix:
                 problems or [f"{self.name}.qweight is {self.parts['qweight'].shape}; it must be a matrix"]
             )
 
-    def numbers(self) -> tuple[Int4, NDArray[np.int64]]:
-        """The matrix, and the group of each column.
-
-        Raises:
-            ConfigError: a part cannot be read, scales that are not finite, groups that are not there.
-        """
+    def numbers(self) -> tuple[Grouped, NDArray[np.int64]]:
         scale = read_float32(self.parts["scales"]).T
-        zero = _unpacked(self._zero_words(), self.quantization.method).T
-        words = _words(self.parts["qweight"])
-        q = _unpacked(words.T, "gptq") if self.quantization.method == "gptq" else _unpacked(words, "awq").T
-        return Int4(q, np.ascontiguousarray(scale), np.ascontiguousarray(zero)), self.groups()
+        order = None if self.quantization.method == "gptq" else np.argsort(AWQ_ORDER)
+        zero = unpacked(self._zero_words(), 4, order).T
+        words = stored_numbers(self.parts["qweight"])
+        q = unpacked(words.T, 4) if self.quantization.method == "gptq" else unpacked(words, 4, order).T
+        return Grouped(q, np.ascontiguousarray(scale), np.ascontiguousarray(zero)), self.groups()
 
     def _zero_words(self) -> NDArray[np.int32]:
         """`qzeros` as the second version of GPTQ has them, and AWQ.
@@ -118,7 +111,7 @@ class PackedMatrix:
         Raises:
             ConfigError: zero points that were lost when they were packed.
         """
-        words = _words(self.parts["qzeros"])
+        words: NDArray[np.int32] = stored_numbers(self.parts["qzeros"])
         if not self.quantization.is_first:
             return words
         unsigned = words.view(np.uint32)
@@ -128,67 +121,6 @@ class PackedMatrix:
                 f"(GPTQModel keeps them, and {KEY}.meta.quantizer names it); {INSTEAD}"
             )
         return (unsigned + EACH_ONE).view(np.int32)
-
-    def groups(self) -> NDArray[np.int64]:
-        """The group of each column.
-
-        Raises:
-            ConfigError: `g_idx` cannot be read, or has groups that are not there.
-        """
-        columns = self.shape[1]
-        size = self.quantization.group_size if self.quantization.group_size > 0 else columns
-        groups = _words(self.parts["g_idx"]).astype(np.int64) if "g_idx" in self.parts else np.zeros(columns, np.int64)
-        if not groups.any():
-            return np.arange(columns) // size
-        if groups.min() < 0 or groups.max() >= self.num_groups:
-            raise ConfigError(f"{self.name}.g_idx: groups {groups.min()} .. {groups.max()} of {self.num_groups}")
-        return groups
-
-    def int4_problem(self) -> str | None:
-        """Why int4 cannot take it as it is, which has groups of neighbours, all of one size.
-
-        Raises:
-            ConfigError: like `groups`.
-        """
-        columns, size = self.shape[1], self.quantization.group_size
-        if columns % self.num_groups or (size > 0 and columns > size and columns % size):
-            return f"{self.name}: groups of {size} do not divide its {columns} columns, as int4 needs; {OTHERWISE}"
-        if not np.array_equal(self.groups(), np.arange(columns) // (columns // self.num_groups)):
-            return f"{self.name}.g_idx: columns of a group are not neighbours (desc_act), which int4 needs; {OTHERWISE}"
-        return None
-
-    def dequantized(self) -> NDArray[np.float32]:
-        """The matrix in float32, exact but for the last rounding."""
-        matrix, groups = self.numbers()
-        whole = matrix.q.astype(np.float32) - matrix.zero.astype(np.float32)[:, groups]
-        return whole * matrix.scale[:, groups]
-
-    def int4(self) -> Int4:
-        """The matrix as it is.
-
-        Raises:
-            ConfigError: groups of columns that are not neighbours or not of one size.
-        """
-        if problem := self.int4_problem():
-            raise ConfigError(problem)
-        return self.numbers()[0]
-
-
-def _words(tensor: StoredTensor) -> NDArray[np.int32]:
-    """All numbers of a tensor of int32."""
-    try:
-        found = np.fromfile(tensor.path, np.int32, int(np.prod(tensor.shape)), offset=tensor.offset)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{tensor.path}: cannot be read: {error}") from None
-    return found.reshape(tensor.shape)
-
-
-def _unpacked(words: NDArray[np.int32], method: str) -> NDArray[np.uint8]:
-    """Numbers of int32s (N, M) -> (N, 8 M)."""
-    order = np.arange(IN_WORD) if method == "gptq" else np.argsort(AWQ_ORDER)
-    unsigned = np.ascontiguousarray(words).view(np.uint32)
-    numbers = (unsigned[..., None] >> (4 * order).astype(np.uint32)) & np.uint32(15)
-    return numbers.astype(np.uint8).reshape(words.shape[0], -1)
 
 
 def packed_matrices(tensors: Mapping[str, StoredTensor], quantization: Quantization) -> dict[str, PackedMatrix]:

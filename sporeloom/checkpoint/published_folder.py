@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sporeloom.checkpoint.generation_config import GENERATION_CONFIG, end_tokens, with_end_tokens
-from sporeloom.checkpoint.packed_matrix import PARTS, Int4, PackedMatrix, packed_matrices
 from sporeloom.checkpoint.quantization_config import KEY, read_quantization
-from sporeloom.checkpoint.tensor_files import StoredTensor, model_files, read_float32, read_rows, stored_tensors
+from sporeloom.checkpoint.quantized_folder import unpack
+from sporeloom.checkpoint.quantized_matrix import Grouped, Int8, QuantizedMatrix
+from sporeloom.checkpoint.tensor_files import StoredTensor, model_files, read_rows, stored_tensors
 from sporeloom.checkpoint.tensor_hashes import tensor_damage
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.hashes import check_hashes
@@ -27,7 +28,7 @@ from sporeloom.data.chat_template import TEMPLATE
 from sporeloom.models.adapters import is_adapter_folder
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.config_file import CONFIG, PublishedModel, is_published_config, read_published_config
-from sporeloom.models.parameters import Shapes, parameter_shapes
+from sporeloom.models.parameters import parameter_shapes
 from sporeloom.models.published import PublishedFormat
 from sporeloom.models.weight_formats import OTHERWISE, WHOLE_ROW, WeightFormat
 from sporeloom.strategy.tensor_slice import TensorSlice
@@ -55,9 +56,9 @@ class PublishedFolder:
     way: PublishedFormat
     model: ModelConfig
     tensors: dict[str, StoredTensor]
-    packed: dict[str, PackedMatrix] = field(default_factory=dict)
-    """Matrices of 4 bits, by the name of what their numbers are as floating point."""
-    _last: dict[str, Int4] = field(default_factory=dict, init=False, repr=False, compare=False)
+    packed: dict[str, QuantizedMatrix] = field(default_factory=dict)
+    """Quantized matrices, by the name of what their numbers are as floating point."""
+    _last: dict[str, Grouped] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -81,33 +82,50 @@ class PublishedFolder:
 
     @cached_property
     def weights(self) -> WeightFormat | None:
-        """The format in which the matrices of a quantized folder are held as they are."""
-        if not self.packed:
+        """The format in which the matrices of 4 bits of a quantized folder are held as they are."""
+        packed = {name: matrix for name, matrix in self.packed.items() if matrix.bits == 4}
+        if not packed:
             return None
-        sizes = {matrix.shape[1] // matrix.num_groups for matrix in self.packed.values()}
-        problems = [problem for matrix in self.packed.values() if (problem := matrix.int4_problem())][:1]
-        if len(sizes) > 1 and any(matrix.num_groups > 1 for matrix in self.packed.values()):
+        sizes = {matrix.shape[1] // matrix.num_groups for matrix in packed.values()}
+        problems = [problem for matrix in packed.values() if (problem := matrix.int4_problem())][:1]
+        if len(sizes) > 1 and any(matrix.num_groups > 1 for matrix in packed.values()):
             said = " and ".join(map(str, sorted(sizes)))
             problems.append(f"groups of {said} columns in one folder, where int4 needs groups of one size; {OTHERWISE}")
         size = min(sizes) if len(sizes) == 1 else WHOLE_ROW
-        is_packed = {name: [t.name in self.packed for t, *_ in rows] for name, rows in self.rows().items()}
+        is_packed = {name: [t.name in packed for t, *_ in rows] for name, rows in self.rows().items()}
         exact = frozenset(name.removesuffix(".weight") for name, each in is_packed.items() if not all(each))
         return WeightFormat("int4", 4, size, has_zeros=True, exact=exact, is_packed=True, problems=tuple(problems))
 
-    def read_int4(self, name: str) -> Int4:
+    def read_int4(self, name: str) -> Grouped:
         """Read a matrix of 4 bits as it is.
 
         Raises:
             ConfigError: a file is damaged, groups of columns that are not neighbours or not of one size.
         """
         rows = self.rows()[name]
-        if len(rows[0][0].shape) > 2:  # of experts, whose rows are all of a tensor's
+        if _is_of_experts(rows):
             whole = [self.packed[tensor.name].int4() for tensor, *_ in rows]
-            return Int4(*(np.stack(arrays) for arrays in zip(*whole, strict=True)))
+            return Grouped(*(np.stack(arrays) for arrays in zip(*whole, strict=True)))
         parts = [[array[start:stop] for array in self._whole(tensor.name)] for tensor, start, stop in rows]
-        return Int4(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+        return Grouped(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
-    def _whole(self, name: str) -> Int4:
+    def read_int8(self, name: str) -> Int8 | None:
+        """Read a matrix as it is; None: the folder has it in another form than int8 with a scale for each row.
+
+        Raises:
+            ConfigError: a file is damaged.
+        """
+        rows = self.rows()[name]
+        found = [self.packed[tensor.name].int8() if tensor.name in self.packed else None for tensor, *_ in rows]
+        whole = [matrix for matrix in found if matrix]
+        if len(whole) < len(rows):
+            return None
+        if _is_of_experts(rows):
+            return Int8(*(np.stack(arrays) for arrays in zip(*whole, strict=True)))
+        cut = [[array[start:stop] for array in each] for each, (_, start, stop) in zip(whole, rows, strict=True)]
+        return Int8(*(np.concatenate(arrays) for arrays in zip(*cut, strict=True)))
+
+    def _whole(self, name: str) -> Grouped:
         """The matrix of a tensor; the last one is kept, for the next parameter whose rows are in it."""
         if name not in self._last:
             self._last.clear()
@@ -126,7 +144,7 @@ def open_published(folder: Path, family: str | None = None) -> PublishedFolder:
     check_hashes(folder)
     family, way, model, *_ = _configuration(folder, family)
     tensors = stored_tensors(model_files(folder))
-    packed = _unpack(folder, tensors, way.shapes(model))
+    packed = unpack(folder, tensors, way.shapes(model))
     if model.tied_embedding:
         _drop_tied_head(way, tensors, folder)
     copies = [name for name, original in way.repeated(model).items() if _drop_copy(tensors, name, original, folder)]
@@ -197,39 +215,9 @@ def _configuration(folder: Path, family: str | None = None) -> PublishedModel:
     return found
 
 
-def _unpack(folder: Path, tensors: dict[str, StoredTensor], shapes: Shapes) -> dict[str, PackedMatrix]:
-    """Replace the parts of packed matrices by one tensor of each. Returns the matrices by its name.
-
-    Raises:
-        ConfigError: parts that do not go together, or that no configuration explains.
-    """
-    quantization = read_quantization(folder, read_json(folder / CONFIG).mapping)
-    if quantization is None:
-        if packed := next((name for name in tensors if name.endswith(".qweight")), None):
-            raise ConfigError(f"{folder}: {packed} is quantized, but {CONFIG} has no {KEY}")
-        return {}
-    found = {}
-    for base, matrix in packed_matrices(tensors, quantization).items():
-        stored, name = tensors[f"{base}.qweight"], f"{base}.weight"
-        if name in tensors:
-            raise ConfigError(
-                f"{folder}: both {name} and {base}.qweight are there; remove the one that is not the model's"
-            )
-        for part in PARTS:
-            tensors.pop(f"{base}.{part}", None)
-        bias = tensors.get(f"{base}.bias")
-        if bias and f"{base}.bias" not in shapes and not read_float32(bias).any():
-            del tensors[f"{base}.bias"]  # zeros, which some versions of AutoGPTQ write for every matrix
-        tensors[name] = StoredTensor(stored.path, name, "float32", matrix.shape, 0, matrix.dequantized)
-        found[name] = matrix
-    if not found:
-        raise ConfigError(f"{folder}: {CONFIG} has a {KEY}, but no tensor is named *.qweight")
-    said = "all columns" if quantization.group_size < 0 else f"{quantization.group_size} columns"
-    milestone_once(
-        f"{folder}: {len(found)} matrices of 4 bits ({quantization.method}, groups of {said}); --weights int4 computes with "
-        "them as they are"
-    )
-    return found
+def _is_of_experts(rows: Sequence[Rows]) -> bool:
+    """Whether rows are those of experts, a matrix of each."""
+    return len(rows[0][0].shape) > 2
 
 
 def _drop_tied_head(way: PublishedFormat, tensors: dict[str, StoredTensor], folder: Path) -> None:

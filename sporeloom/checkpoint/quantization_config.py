@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from sporeloom.checkpoint.compressed_schemes import Scheme, schemes_of
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.log import milestone_once
 from sporeloom.core.reader import read_json
@@ -23,6 +24,7 @@ KEY = "quantization_config"
 FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Files of a folder whose config.json has no such key -> the method that writes them."""
 INSTEAD = "use the folder of the unquantized model, or one that GPTQ or AWQ quantized to 4 bits"
+COMPRESSED: Literal["compressed-tensors"] = "compressed-tensors"
 ALIASES = {"w_bit": "bits", "q_group_size": "group_size", "format": "checkpoint_format", "is_sym": "sym"}
 READ = (
     "quant_method",
@@ -48,15 +50,17 @@ IRRELEVANT = frozenset(_IRRELEVANT.split())
 
 @dataclass(frozen=True)
 class Quantization:
-    """A method that is read here, of 4 bits."""
+    """A method that is read here."""
 
-    method: Literal["gptq", "awq"]
-    group_size: int
-    """Columns of a row that share a scale; -1: all."""
+    method: Literal["gptq", "awq", "compressed-tensors"]
+    group_size: int = 0
+    """Columns of a row that share a scale; -1: all. Of GPTQ and AWQ."""
     is_first: bool = False
     """Whether it is GPTQ's first version, whose stored zero points are less 1."""
     by_gptqmodel: bool = False
     """Whether GPTQModel says that it wrote it."""
+    schemes: tuple[Scheme, ...] = ()
+    """Settings of the matrices of compressed-tensors."""
 
 
 def read_quantization(folder: Path, config: Mapping[str, Any]) -> Quantization | None:
@@ -73,10 +77,14 @@ def read_quantization(folder: Path, config: Mapping[str, Any]) -> Quantization |
         source, values, method = str(folder / name), read_json(folder / name).mapping, FILES[name]
     if not isinstance(values, Mapping):
         raise ConfigError(f"{source} must be a mapping of keys, got {values!r}")
-    values = {ALIASES.get(key, key): value for key, value in values.items()}
     method = str(values.get("quant_method") or method or "").lower()
+    if method == COMPRESSED:
+        return Quantization(COMPRESSED, schemes=schemes_of(values, source))
+    values = {ALIASES.get(key, key): value for key, value in values.items()}
     if method not in ("gptq", "awq"):
-        raise ConfigError(f"{source}.quant_method is {method or 'missing'}; only gptq and awq are read: {INSTEAD}")
+        raise ConfigError(
+            f"{source}.quant_method is {method or 'missing'}; only gptq, awq and {COMPRESSED} are read: {INSTEAD}"
+        )
     if problems := [f"{source}.{problem}" for problem in _problems(method, values)]:
         raise ConfigError(problems)
     if unknown := [key for key in values if key not in IRRELEVANT and key not in READ]:

@@ -141,7 +141,7 @@ def load_model(
     net = build_model(*of, drafts=drafts)
     exact = _fitting(stored.read, config, folder)
     read_int4 = stored.read_int4 if held is stored.packed else None
-    read = quantized_weights(net, exact, held, read_int4) if held.bits < 32 else exact
+    read = quantized_weights(net, exact, held, read_int4, stored.read_int8) if held.bits < 32 else exact
     beside = put_side_by_side(adapters)
     on_cpu = ms.get_context("device_target") == "CPU"
     parameters = list(net.get_parameters())

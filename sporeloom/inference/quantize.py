@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sporeloom.checkpoint.model_folder import Read
-from sporeloom.checkpoint.packed_matrix import Int4
+from sporeloom.checkpoint.quantized_matrix import Grouped, Int8
 from sporeloom.core.errors import ConfigError
 from sporeloom.models.weight_formats import BLOCK, WeightFormat
 from sporeloom.nn.decoder import Decoder
@@ -43,7 +43,7 @@ def quantize(net: Decoder, weights: WeightFormat) -> None:
     replace_cell(net, "embedding.word", word)  # last: its scale keeps the embedding's name
 
 
-def int4_of(exact: NDArray[np.float32], weights: WeightFormat) -> Int4:
+def int4_of(exact: NDArray[np.float32], weights: WeightFormat) -> Grouped:
     """Round a matrix (..., out, in) to the nearest int4.
 
     Symmetric: the number of a group that is furthest from 0 becomes -8. Asymmetric: the least and the largest number become
@@ -59,7 +59,7 @@ def int4_of(exact: NDArray[np.float32], weights: WeightFormat) -> Int4:
         scale = _usable(furthest / np.float32(MIN_INT4))
         zero = np.full(scale.shape, -MIN_INT4, np.float32)
     q = np.clip(np.rint(groups / scale[..., None]) + zero[..., None], 0, MAX_INT4 - MIN_INT4)
-    return Int4(q.reshape(exact.shape).astype(np.uint8), scale, zero.astype(np.uint8))
+    return Grouped(q.reshape(exact.shape).astype(np.uint8), scale, zero.astype(np.uint8))
 
 
 def _usable(scale: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -73,7 +73,7 @@ def packed(q: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return np.bitwise_or(halves[..., 0, :], halves[..., 1, :] << 4, dtype=np.uint8)
 
 
-def dequantized(matrix: Int4) -> NDArray[np.float32]:
+def dequantized(matrix: Grouped) -> NDArray[np.float32]:
     """The numbers that a matrix in int4 stands for."""
     q, zero = matrix.q.astype(np.float32), matrix.zero.astype(np.float32)
     by_group = q.reshape(*zero.shape, -1) - zero[..., None]
@@ -81,10 +81,14 @@ def dequantized(matrix: Int4) -> NDArray[np.float32]:
 
 
 def quantized_weights(
-    net: Decoder, read: Read, weights: WeightFormat, read_int4: Callable[[str], Int4] | None = None
+    net: Decoder,
+    read: Read,
+    weights: WeightFormat,
+    read_int4: Callable[[str], Grouped] | None = None,
+    read_int8: Callable[[str], Int8 | None] | None = None,
 ) -> Read:
     """The function that reads a checkpoint for a quantized `net`: one of floating-point numbers, or of matrices that
-    `read_int4` reads by the names of their parameters.
+    `read_int4` and, where it finds one, `read_int8` read by the names of their parameters.
 
     It raises ConfigError where a matrix's numbers, scales or zero points are not as many as the net's."""
     kinds: dict[str, type] = {
@@ -98,6 +102,8 @@ def quantized_weights(
     def quantized(path: str) -> dict[str, NDArray[Any]]:
         name, scales = f"{path}.weight", shapes[f"{path}.scale"]
         if kinds[path] not in (Int4Linear, Int4ExpertLinear):
+            if read_int8 and (as_is := read_int8(name)):
+                return {"weight": as_is.q, "scale": as_is.scale.reshape(scales)}
             return _int8_of(np.asarray(read(name, TensorSlice.full(shapes[name])), np.float32), scales)
         *outer, blocks, half = shapes[name]
         if read_int4:

@@ -19,9 +19,9 @@ BLOCK = 32
 """Columns of a row of int4 that lie together: 16 bytes, each with column i in its low and column 16 + i in its high half."""
 BY_ROWS = ("output", "down")
 """Matrices whose columns, not rows, tensor parallel ranks share."""
-MAX_COLUMNS_OF_DIGITS = {1: 1040, 2: 16512, 4: 66048}
-"""Maximum number of columns by the digits of a number up to 127 (base 256, 16 or 4): the sum of their products with 127 is
-less than 2^24, below which a float32 is exact (`sporeloom.nn.w8a8`)."""
+MAX_COLUMNS_OF_DIGITS = {1: 1032, 2: 16384, 4: 65536}
+"""Maximum number of columns by the digits of a number up to 127 (base 256, 16 or 4): the sum of their products with -128 is
+at most 2^24, up to which a float32 is exact (`sporeloom.nn.w8a8`)."""
 WHOLE_ROW = 0
 """Group size of a row whose columns are one group."""
 OTHERWISE = "use --weights int8 or float32"

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -96,10 +99,12 @@ def plan_serving(family: str, model: ModelConfig, cluster: Cluster, load: Servin
         strategy = _strategy(model, devices)
         if problems := _problems(strategy, model, load):
             raise ConfigError(problems)
-        server = _Server(family, model, strategy, load)
-        needed = sum(server.held_bytes)
+        depths = reduced_depths(model.without_mtp())
+        servers = [_Server(family, depth, strategy, load) for depth in depths]
+        more = model.num_layers - depths[0].num_layers
+        needed = sum(_extended([server.held_bytes for server in servers], more))
         if needed <= cluster.usable_bytes:
-            plan = server.plan(cluster)
+            plan: ServingPlan = _extended([server.plan(cluster) for server in servers], more)
             if (needed := plan.peak_bytes) <= cluster.usable_bytes:
                 return plan
     raise ConfigError(
@@ -136,6 +141,45 @@ def _possible(model: ModelConfig, load: ServingLoad) -> Iterator[int]:
         yield tp
 
 
+def reduced_depths(model: ModelConfig) -> list[ModelConfig]:
+    """The model, or where its layers are alike from some layer on, with two of these and with one more: each adds the same
+    graph, weights and cache. A top query layer remains the last one. Models with experts remain as they are: the peak of
+    their memory is not linear in their layers."""
+    if model.experts:
+        return [model]
+    kinds = [_kind(model, layer) for layer in range(model.num_layers - model.query_layer)]
+    alike = len(list(itertools.takewhile(lambda kind: kind == kinds[-1], reversed(kinds))))
+    base = model.num_layers - alike + 2
+    if base + 1 >= model.num_layers:
+        return [model]
+    return [model.with_layers(base), model.with_layers(base + 1)]
+
+
+def _kind(model: ModelConfig, layer: int) -> tuple[Any, ...]:
+    """Properties that a layer's graph depends on."""
+    window = model.windows[layer] if model.windows else None
+    has_norm = model.streams is not None and layer in model.streams.norm_layers
+    return window, model.has_indexer(layer), has_norm
+
+
+def _extended(found: Sequence[Any], more: int) -> Any:
+    """Extend a figure of few layers, the first of `found`, by `more` layers; the second is that with one more layer, unless
+    there are all already. Figures are numbers, or contain numbers."""
+    first, *others = found
+    if not others:
+        return first
+    (second,) = others
+    if isinstance(first, ServingPlan):
+        names = [field.name for field in dataclasses.fields(first) if field.name not in ("load", "tp")]
+        changes = {name: _extended([getattr(each, name) for each in found], more) for name in names}
+        return dataclasses.replace(first, **changes)
+    if isinstance(first, dict):
+        return {name: _extended([first.get(name, 0), second.get(name, 0)], more) for name in {**first, **second}}
+    if isinstance(first, tuple):
+        return tuple(_extended(pair, more) for pair in zip(first, second, strict=True))
+    return first + more * (second - first)
+
+
 class _Server:
     """A server's network, its weights not materialised."""
 
@@ -144,7 +188,7 @@ class _Server:
         shape = (load.num_rows, num_slots_for(load.input_len + load.output_len))
         weights = WEIGHT_FORMATS[load.weights]
         self.net = build_model(
-            family, model.without_mtp(), strategy, shape, weights, kv_cache=load.kv_cache, takes_kernels=False
+            family, model, strategy, shape, weights, kv_cache=load.kv_cache, takes_kernels=False
         )  # also of one device the graph is that of devices
 
     @property

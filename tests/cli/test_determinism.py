@@ -50,6 +50,28 @@ def test_answers_do_not_depend_on_company_drafts_or_mesh(suite, folder):
         assert sum(changed) >= 2, changed  # by so small an adapter not each short text is another
 
 
+@pytest.mark.parametrize("weights", ["int4-g32", "w8a8"])
+def test_so_do_answers_of_quantized_models(suite, folder, weights):
+    """Tools, schemas, drafts, prefix cache and embeddings: a request of each kind."""
+    flags = (
+        "--embeddings",
+        "last",
+        "--prefill-chunk",
+        16,
+        "--max-num-seqs",
+        3,
+        "--weights",
+        weights,
+        "--kv-cache",
+        "int8",
+    )
+    requests = list(suite.mixed(10))
+    with suite.serving(folder / "town", *flags, *NGRAM) as server:
+        alone = suite.alone(server.url, requests)
+        assert suite.different(suite.together(server.url, requests), alone) == ([], 0.0)
+        assert server.metric("spec_decode_num_accepted_tokens_total") > 0
+
+
 def test_the_comparison_finds_what_differs(suite):
     base = [("a", [0.5, 1.0]), (["b"], [])]
     assert suite.different(base, base) == ([], 0.0)

@@ -11,7 +11,7 @@ from sporeloom.core.errors import ConfigError
 from sporeloom.inference.cache import cache_bytes
 from sporeloom.models.family import size_config
 from sporeloom.models.slots import num_slots_for
-from sporeloom.serve.plan import ServingLoad, ServingPlan, load_problems
+from sporeloom.serve.plan import ServingLoad, ServingPlan, load_problems, reduced_depths
 from sporeloom.serve.plan_command import main, start
 
 SMALL = {"num_rows": 4, "input_len": 100, "output_len": 20, "chunk": 64}
@@ -37,6 +37,29 @@ def test_a_plan_adds_up(alone):
     assert parts[1] == pytest.approx(parts[0]) and parts[2] == pytest.approx(2 * parts[0])
     seconds = alone["first_token_s"] + 19 * alone["decode_s"] / 4
     assert alone["request_s"] == pytest.approx(seconds) and alone["tokens_per_s"] == pytest.approx(20 / seconds)
+
+
+@pytest.mark.slow
+def test_a_deep_model_is_planned_from_few_layers():
+    load = {**SMALL, "input_len": 16, "weights": "w8a8"}
+    found, of_all = call("tests/configs/serving_plan_worker.py", "by_depth_and_of_all", "tiny", 2, load, 5)
+    assert found.pop("load") == of_all.pop("load")
+    assert found.pop("decode_parts") == pytest.approx(of_all.pop("decode_parts"), rel=1e-9)
+    assert found == pytest.approx(of_all, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "depths"),
+    [
+        ("pangu", "2.6b", [3, 4]),
+        ("pangu", "embedded_7b", [2, 3]),
+        ("pangu", "pro_moe_72b", None),
+        ("pangu", "tiny", None),
+    ],
+)
+def test_depths_have_two_layers_of_the_last_kind_and_one_more(family, size, depths):
+    model = size_config(family, size).without_mtp()
+    assert [each.num_layers for each in reduced_depths(model)] == (depths or [model.num_layers])
 
 
 @pytest.mark.slow

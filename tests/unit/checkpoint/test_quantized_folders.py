@@ -101,10 +101,9 @@ OTHERS = [
     ({**GPTQ, "pack_dtype": "int16"}, "pack_dtype is 'int16'; only int32 is read"),
     ({**AWQ, "version": "gemv"}, "version is 'gemv'; only gemm is read"),
     ({**AWQ, "backend": "llm-awq"}, "backend is 'llm-awq'; only autoawq is read"),
-    ({"quant_method": "exl2", "bits": 4}, "quant_method is exl2; only gptq and awq are read"),
-    ({"quant_method": "fp8"}, "quant_method is fp8; only gptq and awq are read"),
-    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method is bitsandbytes; only gptq and awq"),
-    ({"quant_method": "compressed-tensors"}, "quant_method is compressed-tensors; only gptq and awq are read"),
+    ({"quant_method": "exl2", "bits": 4}, "quant_method is exl2; only gptq, awq and compressed-tensors are read"),
+    ({"quant_method": "fp8"}, "quant_method is fp8; only gptq, awq and compressed-tensors are read"),
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method is bitsandbytes; only gptq, awq and"),
     ({"bits": 4}, "quant_method is missing"),
     ("gptq", "quantization_config must be a mapping of keys"),
 ]

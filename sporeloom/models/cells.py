@@ -58,7 +58,7 @@ class CountingCell:
     router: Any
     """Probabilities of experts, by a matrix."""
     choices: Any
-    """What chooses experts by them, with the biases."""
+    """Choice of experts by these, with the biases."""
 
     def attach_counter(self, name: str) -> Any:
         """Let training steps count. Returns the parameter of that name, whose gradient is the count."""

@@ -102,6 +102,12 @@ class LatentAttention(nn.Cell, FlashCell, ClippedAttention):
         self.scores, self.context = ops.BatchMatMul(transpose_b=True), ops.BatchMatMul()  # of keys that heads share
         self.scores_add = ops.Add()
         self.scale, self.mask_add, self.softmax = ops.Mul(), ops.Add(), ops.Softmax(-1)
+        self.build_flash(config)
+        self.cache, self.is_cached = NoCache(), False
+        self.probs_dropout, self.dropout = AttentionDropout(config.dropout_rate), Dropout(config.dropout_rate)
+
+    def build_flash(self, config):
+        """FlashAttention, and the masks of a model that has it."""
         self.hides = chooses_flash(config)
         self.has_flash = self.hides and not self.trains_indexer
         if self.has_flash:
@@ -109,8 +115,6 @@ class LatentAttention(nn.Cell, FlashCell, ClippedAttention):
         if self.hides and self.has_indexer:
             self.number, self.mask_scale = ops.Cast(), ops.Mul()
             self.is_hidden, self.mark = ops.Less(), ops.Cast()
-        self.cache, self.is_cached = NoCache(), False
-        self.probs_dropout, self.dropout = AttentionDropout(config.dropout_rate), Dropout(config.dropout_rate)
 
     def attach_cache(self, num_rows: int, capacity: int) -> None:
         """Keep latents and shared keys of `capacity` tokens for each of `num_rows` rows.

@@ -174,7 +174,7 @@ def _small_attention(model: ModelConfig, strategy: Strategy, heads: int) -> dict
         latent = dataclasses.replace(
             model.latent,
             nope_dim=HEAD_DIM,
-            rope_dim=HEAD_DIM // 2,
+            rope_dim=HEAD_DIM,
             value_dim=HEAD_DIM,
             kv_width=2 * HEAD_DIM,
             query_width=model.latent.query_width and 2 * HEAD_DIM,

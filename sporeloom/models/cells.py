@@ -55,8 +55,10 @@ class CountingCell:
     """Counts of a part of a model, one of `COUNT_KINDS`."""
     balance_rate: float = 0.0
     """Step by which the biases of its router move towards balance."""
+    router: Any
+    """Probabilities of experts, by a matrix."""
     choices: Any
-    """The router of a part with experts."""
+    """Choice of experts by these, with the biases."""
 
     def attach_counter(self, name: str) -> Any:
         """Let training steps count. Returns the parameter of that name, whose gradient is the count."""

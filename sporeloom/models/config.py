@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.numbers import Count, Depth, Natural, NotNegative, Positive, Rate, choice_problems, number_problems
-from sporeloom.models.parts import attention, indexer, latent_attention, streams
+from sporeloom.models.parts import attention, indexer, streams
 from sporeloom.models.parts.experts import ExpertConfig
 from sporeloom.models.parts.indexer import IndexerConfig
 from sporeloom.models.parts.latent_attention import LatentConfig
@@ -333,7 +333,7 @@ class ModelConfig(Widths):
     @property
     def flash_problem(self) -> str | None:
         """Why FlashAttentionScore cannot compute this model's attention."""
-        return latent_attention.FLASH_PROBLEM if self.latent else attention.flash_problem(self)
+        return attention.flash_problem(self) or (self.latent.flash_problem if self.latent else None)
 
     @property
     def attention_on_ascend(self) -> Literal["plain", "flash"]:

@@ -12,7 +12,7 @@ from sporeloom.models.config import ModelConfig
 from sporeloom.models.parts.spec import ParameterSpecs
 from sporeloom.nn.cache import Int8KVCache, KVCache, NoCache
 from sporeloom.nn.dropout import AttentionDropout, Dropout
-from sporeloom.nn.flash import FlashAttention, chooses_flash, runs_flash
+from sporeloom.nn.flash import GroupedFlashAttention, chooses_flash, runs_flash
 from sporeloom.nn.linear import Linear
 from sporeloom.nn.max_logits import MaxLogits
 from sporeloom.nn.rotary import Rotary
@@ -89,8 +89,8 @@ class DocumentMask(Mask):
 class WindowMask(DocumentMask):
     """Mask of full sequences with a sliding window: a token attends to so many of its document up to itself."""
 
-    def __init__(self, window: int, num_sinks: int = 0):
-        super().__init__(False, num_sinks)
+    def __init__(self, window: int, num_sinks: int = 0, flash: bool = False):
+        super().__init__(flash, num_sinks)
         self.window, self.nearest = window, ops.Maximum()
 
     def visible(self, positions):  # (B, T, 1) -> (B, T, T)
@@ -157,7 +157,7 @@ class Attention(nn.Cell, FlashCell, ClippedAttention):
         self.cache = NoCache()
         self.has_flash = chooses_flash(config)
         if self.has_flash:
-            self.flash = FlashAttention(config)
+            self.flash = GroupedFlashAttention(config)
         self.probs_dropout, self.dropout = AttentionDropout(config.dropout_rate), Dropout(config.dropout_rate)
 
     def attach_cache(self, num_rows: int, capacity: int, is_int8: bool = False) -> None:

@@ -90,7 +90,9 @@ class Decoder(nn.Cell, TyingCell):
             self.streams_out = StreamReader(config, specs.within("streams_out"), reads_only=True)
         if self.has_windows:
             windows = sorted(set(config.windows) - {0})
-            self.window_masks = nn.CellList([WindowMask(window, self.num_sinks) for window in windows])
+            self.window_masks = nn.CellList(
+                [WindowMask(window, self.num_sinks, chooses_flash(config)) for window in windows]
+            )
             self.mask_of_layer = tuple(1 + windows.index(window) if window else 0 for window in config.windows)
         width = config.latent.conv_width if config.latent else 0
         self.has_conv, self.first_inside = width > 0, width - 1

@@ -36,20 +36,27 @@ def has_flash(net: nn.Cell) -> bool:
     return any(isinstance(cell, FlashAttention) for _, cell in net.cells_and_names())
 
 
-class FlashAttention(nn.Cell, HeadCopier):
-    """Softmax(Q K^T / sqrt(head_dim)) V of q (B, H, T, D/H) and k, v (B, KV, keys, D/H), except where `hidden`
-    (B, 1, T, keys), uint8, is 1."""
+class FlashAttention(nn.Cell):
+    """Softmax(scale Q K^T) V of q (B, H, T, D/H) and k, v (B, KV, keys, D/H), except where `hidden` (B, 1, T, keys), uint8,
+    is 1."""
+
+    def __init__(self, num_heads: int, scale: float):
+        super().__init__()
+        self.attend = FlashAttentionScore(num_heads, 1.0, scale, sparse_mode=NO_MASK_COMPRESSION, input_layout="BNSD")
+
+    def construct(self, q, k, v, hidden):
+        return self.attend(q, k, v, None, None, None, hidden, None)[3]
+
+
+class GroupedFlashAttention(FlashAttention, HeadCopier):
+    """The same with scale 1 / sqrt(head_dim), where several ranks may share a head of keys and values."""
 
     def __init__(self, config: ModelConfig):
-        super().__init__()
+        super().__init__(config.num_heads, 1.0 / math.sqrt(config.head_size))
         self.num_heads, self.head_dim = config.num_heads, config.head_size
         self.num_kv_heads, self.group_size = config.kv_heads, config.num_heads // config.kv_heads
         self.split_keys, self.split_values, self.merge = ops.ExpandDims(), ops.ExpandDims(), ops.Reshape()
         self.repeat_keys, self.repeat_values = ops.Tile(), ops.Tile()
-        scale = 1.0 / math.sqrt(config.head_size)
-        self.attend = FlashAttentionScore(
-            config.num_heads, 1.0, scale, sparse_mode=NO_MASK_COMPRESSION, input_layout="BNSD"
-        )
 
     def construct(self, q, k, v, hidden):
         if self.repeats_heads:

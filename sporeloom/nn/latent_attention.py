@@ -11,12 +11,14 @@ from mindspore import dtype as mstype
 from mindspore import nn, ops
 
 from sporeloom.core.errors import ConfigError
-from sporeloom.models.cells import ClippedAttention
+from sporeloom.models.cells import ClippedAttention, FlashCell
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.parts.spec import ParameterSpecs
+from sporeloom.nn.attention import MASKED_SCORE
 from sporeloom.nn.cache import KVCache, NoCache
 from sporeloom.nn.causal_conv import CausalConv
 from sporeloom.nn.dropout import AttentionDropout, Dropout
+from sporeloom.nn.flash import FlashAttention, chooses_flash, runs_flash
 from sporeloom.nn.indexer import Indexer, IndexerLoss
 from sporeloom.nn.int8 import Int8Linear
 from sporeloom.nn.linear import Linear
@@ -27,11 +29,16 @@ from sporeloom.nn.rotary import Rotary
 from sporeloom.nn.routing import freeze_balance_biases
 
 
-class LatentAttention(nn.Cell, ClippedAttention):
+class LatentAttention(nn.Cell, FlashCell, ClippedAttention):
     """Softmax((Qn Kn^T + Qp kp^T) * scale + mask) V, then the output projection, where (Kn, V) = kv_up(norm(latent)).
 
-    Without a cache keys and values of each head are computed. With one, which holds latents and shared keys, each head's
-    half of `kv_up` is absorbed: queries are taken into the latent's space, and so is what they attend to out of it.
+    Without a cache keys and values of each head are computed, and each head gets its copy of the shared key, so that a head's
+    scores are one product. With one, which holds latents and shared keys, each head's half of `kv_up` is absorbed: queries
+    are taken into the latent's space, and so is what they attend to out of it.
+
+    FlashAttention takes values as wide as keys. In the product of `kv_up` a head's keys precede its values: these are cut
+    out with as many features of the keys before them as are missing, and what the probabilities make of those is cut off the
+    result; its gradient is 0. Layers whose indexer is trained compute plain attention: its loss needs the probabilities.
     """
 
     num_kv_heads = 1
@@ -68,7 +75,7 @@ class LatentAttention(nn.Cell, ClippedAttention):
             self.sink_keys = declared_parameter(specs["sink_keys"])
             self.first_key, self.nothing, self.sink_rows = ops.StridedSlice(), ops.ZerosLike(), ops.Add()
             self.shared_sinks, self.flat_sinks, self.sink_cast = ops.Add(), ops.Reshape(), ops.Cast()
-            self.join_keys, self.join_values, self.join_shared = ops.Concat(2), ops.Concat(2), ops.Concat(2)
+            self.join_sinks, self.join_heads, self.join_shared = ops.Concat(2), ops.Concat(2), ops.Concat(2)
             self.first_token, self.each_sink = ops.StridedSlice(), ops.Tile()
         of_indexer = specs.within("indexer")
         self.has_indexer = bool(of_indexer)
@@ -86,15 +93,28 @@ class LatentAttention(nn.Cell, ClippedAttention):
             ops.StridedSlice(),
             ops.StridedSlice(),
         )
-        self.nope_transpose, self.nope_key_transpose, self.up_value_transpose = (ops.Transpose() for _ in range(3))
-        self.rope_transpose, self.shared_transpose, self.merge_transpose = (ops.Transpose() for _ in range(3))
+        self.query_transpose, self.up_transpose, self.rope_transpose = (ops.Transpose() for _ in range(3))
+        self.shared_transpose, self.merge_transpose = ops.Transpose(), ops.Transpose()
+        self.join_query, self.join_key, self.each_head = ops.Concat(-1), ops.Concat(-1), ops.Tile()
+        self.cut_key, self.cut_value, self.cut_context = (ops.StridedSlice() for _ in range(3))
         self.group_queries, self.ungroup_scores = ops.Reshape(), ops.Reshape()
         self.head_scores, self.head_context = ops.BatchMatMul(transpose_b=True), ops.BatchMatMul()
         self.scores, self.context = ops.BatchMatMul(transpose_b=True), ops.BatchMatMul()  # of keys that heads share
         self.scores_add = ops.Add()
         self.scale, self.mask_add, self.softmax = ops.Mul(), ops.Add(), ops.Softmax(-1)
+        self.build_flash(config)
         self.cache, self.is_cached = NoCache(), False
         self.probs_dropout, self.dropout = AttentionDropout(config.dropout_rate), Dropout(config.dropout_rate)
+
+    def build_flash(self, config):
+        """FlashAttention, and the masks of a model that has it."""
+        self.hides = chooses_flash(config)
+        self.has_flash = self.hides and not self.trains_indexer
+        if self.has_flash:
+            self.flash = FlashAttention(self.num_heads, self.factor)
+        if self.hides and self.has_indexer:
+            self.number, self.mask_scale = ops.Cast(), ops.Mul()
+            self.is_hidden, self.mark = ops.Less(), ops.Cast()
 
     def attach_cache(self, num_rows: int, capacity: int) -> None:
         """Keep latents and shared keys of `capacity` tokens for each of `num_rows` rows.
@@ -108,6 +128,7 @@ class LatentAttention(nn.Cell, ClippedAttention):
                 "decode without a cache"
             )
         self.cache, self.is_cached = KVCache((num_rows, 1, capacity, self.width), self.dtype, self.rope), True
+        self.hides = self.has_flash = False
         self.is_quantized = str(self.kv_up.weight.dtype) == "Int8"
         self.up_cast, self.by_head, self.cut_up, self.dequantize = (
             ops.Cast(),
@@ -136,33 +157,34 @@ class LatentAttention(nn.Cell, ClippedAttention):
         batch, _, length, _ = bias.shape
         q_nope, q_rope, query_latent = self.queries(query_input, angles, (batch, length), dropout_keys)
         index_scores, index_mask, losses = None, None, None
+        hides = self.hides and runs_flash(self.flash_on_cpu)
+        if hides and self.has_indexer:
+            bias = self.mask_scale(self.number(bias, mstype.float32), MASKED_SCORE)
         if self.trains_indexer and of_tokens is not None:
             bias, index_scores, index_mask = self.choice(x, query_latent, bias, angles)
         elif self.has_indexer:
             bias = self.indexer(x, query_latent, bias, angles, slots, dropout_keys)
         latent, shared = self.latents(x, angles, (batch, length), dropout_keys)
+        shared = self.shared_transpose(shared, (0, 2, 1, 3))  # (B, 1, T, P)
         if self.is_cached:
-            latent, shared = self.cache(
-                self.reshape(latent, (batch, 1, length, self.width)), self.shared_transpose(shared, (0, 2, 1, 3)), slots
-            )
+            latent, shared = self.cache(self.reshape(latent, (batch, 1, length, self.width)), shared, slots)
             if self.num_sinks:
                 latent, shared = self.after_sinks(latent, shared)
             y = self.attend_latents(q_nope, q_rope, latent, shared, bias)
         else:
-            shared = self.shared_transpose(shared, (0, 2, 1, 3))  # (B, 1, T, P)
-            k, v = self.keys_and_values(latent, (batch, length), dropout_keys)
-            if self.num_sinks:
-                sinks, shared = self.sinks(shared)
-                sink_keys, sink_values = self.keys_and_values(
-                    sinks, (batch, self.num_sinks), self.of_sinks(dropout_keys)
-                )
-                k, v = self.join_keys((sink_keys, k)), self.join_values((sink_values, v))
-            scores = self.head_scores(self.nope_transpose(q_nope, (0, 2, 1, 3)), k)
-            logits = self.logits(scores, self.with_shared(q_rope, shared), bias)
-            probs = self.softmax(logits)
-            if self.has_losses and of_tokens is not None:
-                losses = self.losses(logits, probs, index_scores, index_mask, of_tokens)
-            y = self.head_context(self.dropped(probs, dropout_keys), v)  # (B, H, T, V)
+            q = self.query_transpose(self.join_query((q_nope, q_rope)), (0, 2, 1, 3))  # (B, H, T, N + P)
+            both, shared = self.keys_and_values(latent, shared, (batch, length), dropout_keys)
+            key = self.cut_key(both, (0, 0, 0, 0), (*both.shape[:3], self.nope), (1, 1, 1, 1))
+            k = self.join_key((key, self.each_head(shared, (1, self.num_heads, 1, 1))))
+            if hides and self.has_flash:
+                y = self.fused(q, k, both, bias)
+            else:
+                v = self.cut_value(both, (0, 0, 0, self.nope), both.shape, (1, 1, 1, 1))
+                logits = self.logits(self.head_scores(q, k), bias)
+                probs = self.softmax(logits)
+                if self.has_losses and of_tokens is not None:
+                    losses = self.losses(logits, probs, index_scores, index_mask, of_tokens)
+                y = self.head_context(self.dropped(probs, dropout_keys), v)  # (B, H, T, V)
         y = self.reshape(self.merge_transpose(y, (0, 2, 1, 3)), (-1, self.num_heads * self.value_dim))
         if self.has_conv:
             y = self.output_conv(y, angles[2:])
@@ -210,13 +232,28 @@ class LatentAttention(nn.Cell, ClippedAttention):
         shared = self.reshape(shared, (batch, length, 1, self.rope))
         return latent, self.key_rotary(shared, angles[0], angles[1])
 
-    def keys_and_values(self, latent, sizes, dropout_keys):
-        """(B*T, R) -> (B, H, T, N), (B, H, T, V)."""
-        batch, length = sizes
-        both = self.kv_up(latent, dropout_keys)
-        both = self.reshape(both, (batch, length, self.num_heads, self.nope + self.value_dim))
-        k, v = self.features(both, 0, self.nope), self.features(both, self.nope, self.nope + self.value_dim)
-        return self.nope_key_transpose(k, (0, 2, 1, 3)), self.up_value_transpose(v, (0, 2, 1, 3))
+    def keys_and_values(self, latent, shared, sizes, dropout_keys):
+        """(B*T, R), (B, 1, T, P) -> keys and values of each head, (B, H, M + T, N + V), and the shared keys of all."""
+        both = self.of_heads(latent, sizes, dropout_keys)
+        if not self.num_sinks:
+            return both, shared
+        sinks, shared = self.sinks(shared)
+        sinks = self.of_heads(sinks, (sizes[0], self.num_sinks), self.of_sinks(dropout_keys))
+        return self.join_heads((sinks, both)), shared
+
+    def of_heads(self, latent, sizes, dropout_keys):
+        """(B*T, R) -> (B, H, T, N + V)."""
+        both = self.reshape(self.kv_up(latent, dropout_keys), (*sizes, self.num_heads, self.nope + self.value_dim))
+        return self.up_transpose(both, (0, 2, 1, 3))
+
+    def fused(self, q, k, both, bias):
+        """Attention in one kernel: (B, H, T, N + P), (B, H, S, N + P), (B, H, S, N + V) -> (B, H, T, V)."""
+        if self.has_indexer:
+            bias = self.mark(self.is_hidden(bias, 0.0), mstype.uint8)
+        start = self.value_dim - self.rope
+        v = self.cut_value(both, (0, 0, 0, start), both.shape, (1, 1, 1, 1))  # (B, H, S, N + P)
+        y = self.flash(q, k, v, bias)
+        return self.cut_context(y, (0, 0, 0, self.nope - start), y.shape, (1, 1, 1, 1))
 
     def features(self, x, start, stop):
         batch, length, heads, _ = x.shape
@@ -228,10 +265,9 @@ class LatentAttention(nn.Cell, ClippedAttention):
         q = self.group_queries(self.rope_transpose(q, (0, 2, 1, 3)), (batch, 1, heads * length, width))
         return self.ungroup_scores(self.scores(q, shared), (batch, heads, length, shared.shape[2]))
 
-    def logits(self, scores, shared_scores, bias):
+    def logits(self, scores, bias):
         """Scaled and masked scores, (B, H, T, S) float32."""
-        scores = self.cast(self.scores_add(scores, shared_scores), mstype.float32)
-        return self.mask_add(self.scale(scores, self.factor), bias)
+        return self.mask_add(self.scale(self.cast(scores, mstype.float32), self.factor), bias)
 
     def dropped(self, probs, dropout_keys):
         """The probabilities after dropout, in the number type of the computation."""
@@ -249,8 +285,8 @@ class LatentAttention(nn.Cell, ClippedAttention):
         rows = (heads, batch * length, self.nope)
         q = self.absorb_key(self.head_rows(self.head_first(q_nope, (2, 0, 1, 3)), rows), key_up)  # (H, B*T, R)
         q = self.batch_first(self.head_rows(q, (heads, batch, length, self.width)), (1, 2, 0, 3))  # (B, T, H, R)
-        logits = self.logits(self.with_shared(q, latent), self.with_shared(q_rope, shared), bias)
-        probs = self.dropped(self.softmax(logits), None)
+        scores = self.scores_add(self.with_shared(q, latent), self.with_shared(q_rope, shared))
+        probs = self.dropped(self.softmax(self.logits(scores, bias)), None)
         probs = self.group_queries(probs, (batch, 1, heads * length, probs.shape[3]))
         y = self.ungroup_scores(self.context(probs, latent), (batch, heads, length, self.width))
         y = self.head_rows(self.context_first(y, (1, 0, 2, 3)), (heads, batch * length, self.width))
@@ -278,7 +314,7 @@ class LatentAttention(nn.Cell, ClippedAttention):
         """(B, 1, S, R), (B, 1, S, P) -> (B, 1, M + S, R), (B, 1, M + S, P)."""
         sinks, shared = self.sinks(shared)
         sinks = self.flat_sinks(sinks, (latent.shape[0], 1, self.num_sinks, self.width))
-        return self.join_keys((sinks, latent)), shared
+        return self.join_sinks((sinks, latent)), shared
 
 
 def attach_dense_warmup(model: nn.Cell) -> None:

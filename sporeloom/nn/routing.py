@@ -145,8 +145,10 @@ class HashRouter(nn.Cell):
         return self.reshape(self.gather(self.table, tokens, 0), (groups, length, 1))
 
 
-def freeze_balance_biases(model: nn.Cell) -> None:
-    """Let training steps leave the biases of a model's routers as they are."""
+def freeze_balance_biases(model: nn.Cell, of_frozen: bool = False) -> None:
+    """Let training steps leave the biases of a model's routers as they are. `of_frozen`: of those alone whose matrix is not
+    trained."""
     for _, cell in model.cells_and_names():
-        if isinstance(cell, CountingCell):
+        moves = isinstance(cell, CountingCell) and cell.balance_rate
+        if moves and not (of_frozen and cell.router.weight.requires_grad):
             cell.balance_rate = 0.0

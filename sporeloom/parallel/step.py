@@ -80,6 +80,7 @@ class TrainStep(nn.Cell):
         accumulate: parts of the batch whose gradients are added up one after another, without a pipeline.
         qk_clip: called with the largest logits of each attention, counted in the step, and what the optimizer returned; it
             scales weights. None: only the logits are counted, where they are.
+        averages: called with what the update returned; moving averages of the weights.
         loss_scale: let gradients be computed of the loss times `loss_scale`, a parameter that the caller sets before a step.
             Where one is not finite no rank updates anything, and the norm is not finite either.
     """
@@ -96,6 +97,7 @@ class TrainStep(nn.Cell):
         accumulate=1,
         loss_scale=False,
         qk_clip=None,
+        averages=None,
     ):
         super().__init__(auto_prefix=False)
         self.network = network.set_grad()
@@ -105,7 +107,7 @@ class TrainStep(nn.Cell):
         if loss_scale:
             self.loss_scale = Parameter(Tensor(1.0, mstype.float32), name="optimizer_loss_scale", requires_grad=False)
             self.is_finite, self.invert = ops.IsFinite(), ops.LogicalNot()
-        self.qk_clip = qk_clip
+        self.qk_clip, self.averages = qk_clip, averages
         self.grad = ops.GradOperation(get_by_list=True, sens_param=loss_scale)
         self.report = report
         self.attach_counters(rank)
@@ -159,7 +161,8 @@ class TrainStep(nn.Cell):
         self.ones = Tensor(np.ones(sum(self.count_lengths)), mstype.float32)
         self.places = tuple(Tensor(rows, mstype.float32) for rows in places)
         self.count_shares = tuple(float(own or mesh.pp == 1) / mesh.stage_size for own in held)
-        balancing = [cell for _, cell in counting if cell.balance_rate]  # all that count experts, the first ones
+        self.balancing = tuple(place for place, (_, cell) in enumerate(counting) if cell.balance_rate)
+        balancing = [counting[place][1] for place in self.balancing]
         self.balanced = [cell.choices for cell in balancing]
         self.balance_rate = balancing[0].balance_rate if balancing else 0.0
         self.biases = ParameterTuple([cell.balance_bias for cell in self.balanced])
@@ -195,11 +198,13 @@ class TrainStep(nn.Cell):
         updated = self.optimizer(used, overflow) if self.scales_loss else self.optimizer(used)
         if self.qk_clip is not None:
             updated = self.clipped(counted, updated, overflow)
+        if self.averages is not None:
+            updated = self.averages(updated, overflow) if self.scales_loss else self.averages(updated)
         loss = ops.depend(loss, updated)
         if not self.counts:
             return self.cleared(loss, accumulated, gradients, overflow), norm
         if self.balance_rate:
-            loads = counted[: len(self.biases)]
+            loads = tuple([counted[place] for place in self.balancing])
             loads = self.map(ops.partial(_keep, overflow), loads) if self.scales_loss else loads
             loss = ops.depend(loss, self.map(ops.partial(_balance, self.balance_rate), self.biases, loads))
         if self.counts_logits:

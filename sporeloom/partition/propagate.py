@@ -19,7 +19,7 @@ from sporeloom.partition.gradient_order import gradients_when_due
 from sporeloom.partition.graph import Graph, Input, IsFirst, Name, Node, TensorType
 from sporeloom.partition.grid import MICROBATCHES, STAGES, DeviceGrid
 from sporeloom.partition.hints import casts_of_outputs, wanted_by_updates
-from sporeloom.partition.layout import NONE, ValueLayout, fitted, replicated
+from sporeloom.partition.layout import ValueLayout, fitted, replicated
 from sporeloom.partition.operand_layouts import OperandLayouts, by_microbatch
 from sporeloom.partition.operation import Operand, Operands, Operation, Pin, Plan, computed_unsharded
 from sporeloom.partition.operators import plan as plan_of
@@ -153,16 +153,18 @@ class _Walk(OperandLayouts):
             self.compute_unsharded(node, op)
 
     def reduce_as_wanted(self, node: Node, plan: Plan) -> bool:
-        """Reduce inputs that the plan needs without partial sums; reduce-scatter them if each rank later needs only its
-        shard. Returns whether any was reduced."""
+        """Reduce inputs that the plan needs without partial sums, where each rank later needs only its shard: scatter them
+        over the axes that are reduced, or cut them before they are. Returns whether any was reduced."""
         found = False
         for name, wanted in zip(node.inputs, plan.inputs, strict=True):
             if not isinstance(name, str) or not isinstance(wanted, ValueLayout) or name not in self.wanted:
                 continue
             value, dims = self.values[name], self.wanted[name]
-            due = NONE if value.layout is None else value.layout.partial - wanted.partial
-            if value.type is not None and due & {axis for dim in dims for axis in dim}:
-                self.lay_out(name, ValueLayout(fitted(dims, value.type.shape, self.grid)))
+            if value.type is None or value.layout is None:
+                continue
+            target = ValueLayout(fitted(dims, value.type.shape, self.grid))
+            if value.layout.partial - wanted.partial and target.axes - value.layout.axes:
+                self.lay_out(name, target)
                 found = True
         return found
 

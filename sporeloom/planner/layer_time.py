@@ -154,7 +154,7 @@ def _exchange(dims: Dimensions, job: Parallelism, rates: Rates, tokens: float, r
 def attention_core(dims: Dimensions, job: Parallelism, rates: Rates) -> float:
     """Seconds of selective recomputation."""
     tokens = job.microbatch * dims.seq_len / job.cp
-    if work := dims.products and dims.products.layer:
+    if not job.flash_attention and (work := dims.products and dims.products.layer):
         moved = work.keys(dims.seq_len) * work.selective_keys.forward.num_bytes(rates.width) / job.tp
         return tokens * moved / rates.bytes
     if job.flash_attention:  # its kernel computes scores again anyway; two norms and the activation

@@ -41,7 +41,10 @@ class LayerWork:
     selective_keys: Work
     """In place of it what selective recomputation keeps, and its passes over memory."""
     num_heads: int
-    score_features: int
+    score_features: float
+    """Multiplications with each key for scores and context, of products."""
+    kernel_features: float = 0
+    """The same of a kernel."""
     num_sinks: int = 0
     latent_width: int = 0
     """Features whose gradients are added up over tp in place of the layer's input: of both latents and the shared key."""
@@ -49,6 +52,8 @@ class LayerWork:
     """Features of keys and values that context parallelism gathers, of all heads."""
     gathered_key: int = 0
     """Features of the key that heads share."""
+    key_features: float = 0
+    """Features of keys and values that are kept of each key, of all heads."""
     indexer_share: float = 0.0
     """Fraction of the layers whose indexer computes scores."""
     indexer_matrices: tuple[Matrix, ...] = ()
@@ -83,9 +88,10 @@ class LayerWork:
         return by_tokens / spread + of(self.whole) + (of(self.cut) + scores) / tp
 
 
-def work_of_layer(config: ModelConfig, seq_len: int) -> LayerWork | None:
-    """Work of a layer; None: its attention is not latent."""
-    plain = work_of_plain_layer(config)
+def work_of_layer(config: ModelConfig, seq_len: int, flash: bool = False) -> LayerWork | None:
+    """Work of a layer; None: its attention is not latent. `flash`: where a kernel computes attention, but for layers whose
+    indexer is trained."""
+    plain = work_of_plain_layer(config, flash)
     if plain is None:
         return None
     found = plain
@@ -103,11 +109,18 @@ def work_of_layer(config: ModelConfig, seq_len: int) -> LayerWork | None:
         return found
     share = sum(map(config.has_indexer, range(config.num_layers))) / config.num_layers
     specs = indexer.parameters(config, of.layers[0])
+    if flash and of.is_trained:
+        found = _partly_plain(found, config, share)
+    scores, waiting = indexer.work_of_scores(of), NO_WORK
+    if not flash or of.is_trained:
+        waiting = indexer.further_work_of_attention(of, seq_len, config.num_heads)
+    if flash:
+        scores += indexer.work_of_masks()
     return replace(
         found,
         by_tokens=found.by_tokens + indexer.work_of_tokens(of).times(share),
-        by_tokens_keys=indexer.work_of_scores(of).times(share),
-        cut_keys=found.cut_keys + indexer.further_work_of_attention(of, seq_len, config.num_heads).times(share),
+        by_tokens_keys=scores.times(share),
+        cut_keys=found.cut_keys + waiting.times(share),
         indexer_share=share,
         indexer_matrices=tuple(Matrix(spec.shape[1], spec.shape[0]) for spec in specs if spec.use == "matrix"),
         indexer_features=of.score_features,
@@ -115,7 +128,21 @@ def work_of_layer(config: ModelConfig, seq_len: int) -> LayerWork | None:
     )
 
 
-def work_of_plain_layer(config: ModelConfig) -> LayerWork | None:
+def _partly_plain(kernel: LayerWork, config: ModelConfig, share: float) -> LayerWork:
+    """Mean of layers of which a `share` has plain attention."""
+    plain = work_of_plain_layer(config)
+    assert plain is not None
+    return replace(
+        kernel,
+        cut=kernel.cut.times(1 - share) + plain.cut.times(share),
+        cut_keys=plain.cut_keys.times(share),
+        score_features=plain.score_features * share,
+        kernel_features=kernel.kernel_features * (1 - share),
+        key_features=kernel.key_features * (1 - share) + plain.key_features * share,
+    )
+
+
+def work_of_plain_layer(config: ModelConfig, flash: bool = False) -> LayerWork | None:
     """Work of a layer without residual streams and indexer, as those of multi-token prediction are."""
     latent, heads = config.latent, config.num_heads
     if latent is None:
@@ -134,13 +161,15 @@ def work_of_plain_layer(config: ModelConfig) -> LayerWork | None:
         by_tokens=norm.work_of_block(config.block, config.hidden_size),
         whole=latent_attention.work_of_latents(latent),
         by_tokens_keys=NO_WORK,
-        cut=latent_attention.work_of_heads(latent, heads),
-        cut_keys=latent_attention.work_of_scores(heads),
+        cut=latent_attention.work_of_kernel(latent, heads) if flash else latent_attention.work_of_heads(latent, heads),
+        cut_keys=NO_WORK if flash else latent_attention.work_of_scores(heads),
         selective_keys=latent_attention.recomputed_scores(heads),
         num_heads=heads,
-        score_features=latent.score_features(heads),
+        score_features=0 if flash else latent.score_features(heads),
+        kernel_features=2 * heads * latent.head_size if flash else 0,
         num_sinks=latent.num_sinks,
         latent_width=(latent.query_width or config.hidden_size) + latent.kv_width + latent.rope_dim,
         gathered_width=heads * latent.key_value_size,
         gathered_key=latent.rope_dim,
+        key_features=heads * (latent.head_size + (latent.head_size if flash else latent.value_dim)),
     )

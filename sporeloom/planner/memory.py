@@ -169,8 +169,10 @@ def layer_activations(dims: Dimensions, job: Parallelism, recompute: str | None 
     h, spread = dims.hidden_size, job.tp if job.sequence_parallel else 1
     if recompute == "full":
         return tokens * width * dims.stream_width / spread
-    if work := dims.products and (dims.products.mtp_layer if of_mtp else dims.products.layer):
+    if work := dims.products and dims.products.work(job.flash_attention, of_mtp):
         kept = work.num_bytes(dims.seq_len, spread, job.tp, "kept", width, recompute == "selective")
+        if not job.ulysses:  # keys and values of all ranks of cp
+            kept += (job.cp - 1) * width * work.key_features / job.tp
         kept += mlp.work(dims, dims.always_used_ffn).kept.num_bytes(width) / job.tp
         return tokens * (kept) + expert_activations(dims, job)
     masks = 2 * (width if dims.float32_softmax else 1) * h if dims.dropout else 0
@@ -197,8 +199,11 @@ def top_activations(dims: Dimensions, job: Parallelism) -> float:
         return 0.0
     tokens, width, spread = job.tokens(dims.seq_len), job.activation_bytes, job.tp if job.sequence_parallel else 1
     out, own = dims.products.streams_out.kept, multi_token_prediction.work(dims.hidden_size).kept
-    depth = layer_activations(dims.mtp, job, "none", of_mtp=True) + tokens * own.num_bytes(width) / spread
-    return tokens * out.num_bytes(width) / spread + dims.mtp_layers * depth
+    reads = tokens * own.num_bytes(width) / spread
+    depth = layer_activations(dims.mtp, job, "none", of_mtp=True)
+    if job.pp == 1:  # labels of all depths are there, one-hot, before the first loss is computed
+        depth = max(depth, tokens * head_columns(dims, job) * 4)
+    return tokens * out.num_bytes(width) / spread + dims.mtp_layers * (reads + depth)
 
 
 @dataclass(frozen=True)

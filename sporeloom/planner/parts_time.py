@@ -13,9 +13,10 @@ from sporeloom.planner.layer_time import LayerTime, experts_forward, exposed_row
 from sporeloom.planner.layer_work import LayerWork, Matrix
 from sporeloom.planner.memory import head_columns
 from sporeloom.planner.parallelism import Parallelism
-from sporeloom.planner.rates import Rates, all_reduce, float32_speed
+from sporeloom.planner.rates import KERNEL_HEAD, Rates, all_reduce, float32_speed
 
 BACKWARD_PASSES = 1.5  # passes over memory of a layer's backward, relative to its forward, where no part declares them
+FUSED_BACKWARD = 2.5  # FLOPs of an attention kernel's backward pass, relative to its forward: it computes scores again
 LOSS = Values(2, 4)
 """Passes over logits, half of them forward."""
 SHARDED_LOSS = Values(2, 8)
@@ -32,11 +33,11 @@ def layer_passes(
         of_mtp: of a layer of multi-token prediction.
     """
     more = dims.products
-    work = more and (more.mtp_layer if of_mtp else more.layer)
+    work = more and more.work(job.flash_attention, of_mtp)
     if work:
         return _by_parts(dims, job, rates, products, work)
     forward = layer_forward(dims, job, rates)
-    attention = 2.5 if job.flash_attention else 2.0  # the kernel computes its scores again
+    attention = FUSED_BACKWARD if job.flash_attention else 2.0
     return forward, LayerTime(
         (products - 1) * forward.matmul,
         attention * forward.attention,
@@ -63,11 +64,13 @@ def _by_parts(
     in_float32 = tokens / spread * (work.float32_flops / float32_rate + work.float32_bytes / rates.bytes)
     rate = rates.attention_flops
     scores = 2 * tokens * work.keys(dims.seq_len) * work.score_features / tp / rate
+    fused = 2 * tokens * work.keys(dims.seq_len) * work.kernel_features / tp / rate
+    fused *= 0.5 * max(1.0, KERNEL_HEAD / dims.head_size)
     index_scores = 2 * tokens / spread * dims.seq_len * share * work.indexer_features / rate
     reduced, reduced_backward = _reductions(dims, job, rates, work)
     forward = LayerTime(
         matmul + chosen + in_float32,
-        scores + index_scores,
+        scores + fused + index_scores,
         _seconds(dims, job, rates, work, "forward"),
         rates.overhead,
         reduced,
@@ -75,7 +78,7 @@ def _by_parts(
     trained = work.indexer_is_trained
     backward = LayerTime(
         (products - 1) * matmul + trained * chosen + 2 * in_float32,
-        2 * (scores + trained * index_scores),
+        2 * (scores + trained * index_scores) + FUSED_BACKWARD * fused,
         _seconds(dims, job, rates, work, "backward"),
         2 * rates.overhead,
         reduced_backward,
@@ -119,17 +122,13 @@ def _reductions(dims: Dimensions, job: Parallelism, rates: Rates, work: LayerWor
     def of(width: float) -> float:
         return all_reduce(rates.width * tokens * width, tp, rates.tp)
 
-    h, shared, regrouped = dims.hidden_size, 0.0, 0.0
+    h, shared = dims.hidden_size, 0.0
     forward = (1 if dims.block == "parallel" else 2) * of(h)
     backward = of(h) + of(work.latent_width) + (of(h) / 2 if job.sequence_parallel else 0.0)
     if job.cp > 1:
         width = work.gathered_width / tp + work.gathered_key
         shared = rates.width * tokens * width * (job.cp - 1) / rates.tp  # keys and values go round
-        if not job.ulysses:
-            scores = rates.width * tokens * work.keys(dims.seq_len) * work.num_heads / tp
-            regrouped = scores * (job.cp - 1) / job.cp / rates.tp
-    # Scores with the key that heads share are regrouped from heads to tokens, in an all-to-all; backward they are gathered.
-    return forward + shared + regrouped, backward + shared + regrouped * job.cp
+    return forward + shared, backward + shared
 
 
 def head_passes(dims: Dimensions, job: Parallelism, rates: Rates, products: int = 3) -> tuple[LayerTime, LayerTime]:

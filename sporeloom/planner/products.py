@@ -39,8 +39,17 @@ class Products:
     """Work of a layer with latent attention."""
     mtp_layer: LayerWork | None = None
     """Work of a layer of multi-token prediction with latent attention."""
+    fused_layer: LayerWork | None = None
+    """Work of a layer where a kernel computes attention."""
+    fused_mtp_layer: LayerWork | None = None
     streams_out: Work = NO_WORK
     """Work behind the last layer, where residual streams become one."""
+
+    def work(self, flash: bool, of_mtp: bool = False) -> LayerWork | None:
+        """Work of a layer with latent attention, or of one of multi-token prediction; `flash`: with a kernel, if one can
+        compute it."""
+        fused, plain = (self.fused_mtp_layer, self.mtp_layer) if of_mtp else (self.fused_layer, self.layer)
+        return (fused if flash else None) or plain
 
     @property
     def num_streams(self) -> int:
@@ -68,6 +77,7 @@ def products_of(config: ModelConfig, seq_len: int) -> Products | None:
         return Products(features=attention.score_features(config), mtp=mtp) if config.num_mtp_layers else None
     specs = attention_specs(config)
     entries, features = _indexer(config, seq_len)
+    fuses = config.flash_problem is None
     return Products(
         features=latent.score_features(config.num_heads),
         sinks=latent.num_sinks,
@@ -80,6 +90,8 @@ def products_of(config: ModelConfig, seq_len: int) -> Products | None:
         mtp=mtp,
         layer=work_of_layer(config, seq_len),
         mtp_layer=work_of_plain_layer(config),
+        fused_layer=work_of_layer(config, seq_len, True) if fuses else None,
+        fused_mtp_layer=work_of_plain_layer(config, True) if fuses else None,
         streams_out=streams.work_of_output(config.streams, config.hidden_size) if config.streams else NO_WORK,
     )
 

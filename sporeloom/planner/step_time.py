@@ -268,7 +268,7 @@ def _offload(dims: Dimensions, job: Parallelism, cluster: Cluster, compute: floa
 
 def flops_per_device(dims: Dimensions, job: Parallelism, frozen: bool = False) -> tuple[float, float]:
     """FLOPs a step needs of a device on average: the model's own, `frozen` or trained, and what it really computes with
-    recomputation.
+    recomputation, and in a kernel with values as wide as keys.
 
     Source: arXiv:2205.05198 appendix A.
     """
@@ -276,16 +276,20 @@ def flops_per_device(dims: Dimensions, job: Parallelism, frozen: bool = False) -
     model = dims.model_flops(tokens, frozen=frozen)
     layers = sum(job.stages(dims.num_layers))
     share = 1.0 if job.recomputed_layers is None else sum(job.recomputed_layers) / layers
-    attention, further = 4.0 * dims.seq_len * dims.query_size * dims.num_layers * tokens, 0.0
+    attention, further, padding = 4.0 * dims.seq_len * dims.query_size * dims.num_layers * tokens, 0.0, 0.0
     if more := dims.products:
         attention = 2 * tokens * dims.num_layers * more.attention(dims.seq_len)
+        if work := more.work(job.flash_attention):
+            wide = work.keys(dims.seq_len) * (work.kernel_features + work.score_features - more.features)
+            padding = 2 * tokens * dims.num_layers * wide
         further = 2 * tokens * (more.streams - more.vectors * dims.num_layers) + tokens * more.chosen(dims.seq_len)
     again = {
         "none": 0.0,
         "selective": 0.0 if more and more.layer else attention,  # of latent attention the softmax alone
         "full": attention
+        + padding
         + further
         + 2 * tokens * dims.num_layers * (dims.layer_matrices - unneeded_entries(dims, job))
         + 2 * tokens * dims.expert_layers * dims.experts_per_token * dims.expert_parameters,
     }
-    return model / job.devices, (model + share * again[job.recompute]) / job.devices
+    return model / job.devices, (model + 3 * padding + share * again[job.recompute]) / job.devices

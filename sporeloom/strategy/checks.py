@@ -204,10 +204,11 @@ def _size_problems(strategy: Strategy, config: ModelConfig) -> list[str]:
             f"{_nearest(config.num_heads, mesh.tp, config.kv_heads)}"
         )
     heads = mesh.head_shards
-    if mesh.cp > 1 and strategy.context_parallel == "ulysses" and config.kv_heads % heads:
+    name, count = ("num_heads", config.num_heads) if config.latent else ("num_kv_heads", config.kv_heads)
+    if mesh.cp > 1 and strategy.context_parallel == "ulysses" and count % heads:
         problems.append(
             f"{strategy.at('context_parallel')}: ulysses shards heads of keys and values over tp x cp = {heads}, which does "
-            f"not divide num_kv_heads = {config.kv_heads}; use gather"
+            f"not divide {name} = {count}; use gather"
         )
     if mesh.cp > 1 and config.experts and not strategy.is_spmd:
         problems.append(

@@ -16,34 +16,30 @@ def _average_of(rate, average, weight):
     return ops.assign_sub(average, rate * (average - weight))
 
 
-class WithAverages(nn.Cell):
-    """An optimizer, after which average = decay * average + (1 - decay) * weight, in float32.
+class Averages(nn.Cell):
+    """After an update, average = decay * average + (1 - decay) * weight, in float32.
 
     The averages begin as zeros: the caller gives them the initial weights. A step that updates no weight updates no average.
+
+    Args:
+        weights: ParameterTuple.
     """
 
-    def __init__(self, optimizer, decay):
+    def __init__(self, weights, decay):
         super().__init__(auto_prefix=False)
-        self.optimizer, self.decay = optimizer, decay
-        self.parameters = optimizer.parameters
-        self.averages = self.parameters.clone(prefix=AVERAGES.removesuffix("."), init="zeros")
+        self.weights, self.decay = weights, decay
+        self.averages = weights.clone(prefix=AVERAGES.removesuffix("."), init="zeros")
         for average in self.averages:
             average.requires_grad = False
         self.rate = optimizer_number("ema_rate")
         self.map = ops.HyperMap()
 
-    def prepare(self, update: int, learning_rate: float) -> None:
-        """Set the numbers of an update, counted from 1; steps that update nothing are not counted."""
-        self.optimizer.prepare(update, learning_rate)
+    def prepare(self) -> None:
+        """Set the number of an update; steps that update nothing are not counted."""
         set_number(self.rate, 1.0 - self.decay)
 
-    def construct(self, gradients, overflow=None):
-        """With `overflow`, a bool that the gradients were not finite, nothing changes where it is true."""
-        rate = self.rate
-        if overflow is None:
-            updated = self.optimizer(gradients)
-        else:
-            updated = self.optimizer(gradients, overflow)
-            rate = ops.masked_fill(rate, overflow, 0.0)
-        weights = ops.depend(self.parameters, updated)
-        return self.map(ops.partial(_average, rate), self.averages, weights)
+    def construct(self, updated, overflow=None):
+        """`updated`: the weights are read after it. With `overflow`, a bool that the gradients were not finite, nothing
+        changes where it is true."""
+        rate = self.rate if overflow is None else ops.masked_fill(self.rate, overflow, 0.0)
+        return self.map(ops.partial(_average, rate), self.averages, ops.depend(self.weights, updated))

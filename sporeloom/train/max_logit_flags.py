@@ -64,8 +64,6 @@ class MaxLogitFlags:
             yield f"{flag}: adapters leave the weights of queries and keys as they are; leave it out"
         if given.certificate:
             yield f"--certificate {given.certificate}: it covers runs without --qk-clip-threshold; leave either out"
-        if given.ema_decay:
-            yield f"{flag}: the averages of --ema-decay would be of weights before they are clipped; leave either out"
         frozen = [
             name for name in (groups.frozen_names if groups else ()) if any(fnmatchcase(name, p) for p in PATTERNS)
         ]

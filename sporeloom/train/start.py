@@ -26,6 +26,7 @@ from sporeloom.models.cells import ClippedAttention
 from sporeloom.models.parameters import num_parameters
 from sporeloom.nn.decoder import DecoderWithLoss
 from sporeloom.nn.flash import has_flash
+from sporeloom.nn.routing import freeze_balance_biases
 from sporeloom.parallel.parallelize import parallelize, wrap
 from sporeloom.parallel.report import Report
 from sporeloom.parallel.step import TrainStep
@@ -36,7 +37,7 @@ from sporeloom.train.adafactor import Adafactor
 from sporeloom.train.audit_writer import AuditWriter
 from sporeloom.train.checks import is_sharded
 from sporeloom.train.config import Run
-from sporeloom.train.ema import WithAverages
+from sporeloom.train.ema import Averages
 from sporeloom.train.evaluations import Evaluations
 from sporeloom.train.groups import Scales
 from sporeloom.train.history import History
@@ -68,7 +69,7 @@ class Training:
     task: Task
     report: Report
     step: TrainStep
-    optimizer: AdamW | SGD | Adafactor | Muon | WithAverages
+    optimizer: AdamW | SGD | Adafactor | Muon
     batches: Prefetcher[list[NDArray[Any]]]
     """Inputs of each step, made ahead."""
     loss_scale: LossScale | None
@@ -95,6 +96,12 @@ class Training:
     updates: int = 0
     """Number of weight updates so far: fewer than steps where some were skipped. The optimizer and the learning
     rate count these."""
+
+    def prepare(self, update: int, learning_rate: float) -> None:
+        """Set the numbers of an update, counted from 1."""
+        self.optimizer.prepare(update, learning_rate)
+        if self.step.averages is not None:
+            self.step.averages.prepare()
 
     def say(self, text: str) -> None:
         """Log a milestone, once for all ranks."""
@@ -152,6 +159,11 @@ def start(run: Run) -> Training:
     if (experts := run.model.experts) and experts.capacity_factor and not drops and run.strategy.mesh.ep > 1:
         more = run.seq_len / experts.capacity(run.seq_len)
         training.say(f"experts drop no token where models are compared: {more:.1f} times the work of capacity_factor")
+    if experts and not experts.capacity_factor and run.strategy.mesh.ep > 1 and not run.strategy.sorts_expert_rows:
+        more = experts.num_experts / experts.experts_per_token
+        training.say(
+            f"experts have capacity for all tokens on this mesh, {more:.1f} times the rows that they are given"
+        )
     for line in split_lines(task.describe()):
         training.say(line)
     training.say(f"metrics, configuration and checkpoints go to {config.output_dir}")
@@ -173,6 +185,8 @@ def _network(run: Run, engine: Engine, task: Task) -> nn.Cell:
     for parameter in net.get_parameters() if frozen else ():
         if parameter.name.removeprefix(WEIGHTS) in frozen:
             parameter.requires_grad = False
+    if frozen:
+        freeze_balance_biases(net, of_frozen=True)
     if not engine.partitions_itself:
         return net
     if run.config.resume or run.config.from_checkpoint:
@@ -245,9 +259,7 @@ def _build_step(run: Run, engine: Engine, task: Task, net: nn.Cell, report: Repo
     config = run.config
     in_parts = engine.partitions_itself
     with no_init_parameters() if in_parts else contextlib.nullcontext():
-        optimizer: Any = _optimizer(run, engine, net, report)
-        if config.ema_decay:
-            optimizer = WithAverages(optimizer, config.ema_decay)
+        optimizer = _optimizer(run, engine, net, report)
         step = TrainStep(
             wrap(net, run.strategy, config.accumulate),
             optimizer,
@@ -258,6 +270,7 @@ def _build_step(run: Run, engine: Engine, task: Task, net: nn.Cell, report: Repo
             accumulate=config.accumulate,
             loss_scale=run.loss_scale is not None,
             qk_clip=_qk_clip(run, net),
+            averages=Averages(optimizer.parameters, config.ema_decay) if config.ema_decay else None,
         )
     if in_parts:
         leave_undrawn(parameter for parameter in step.get_parameters() if parameter.name.startswith(BEGIN_AS_ZEROS))

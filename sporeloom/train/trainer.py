@@ -294,7 +294,7 @@ def _one_step(training: Training, step: int) -> StepMetrics:
     run, engine, start = training.run, training.engine, time.perf_counter()
     update = training.updates + 1
     rate = run.rate_of(update)
-    training.optimizer.prepare(update, rate)
+    training.prepare(update, rate)
     scale = training.loss_scale
     if scale:
         set_number(training.step.loss_scale, scale.value)

@@ -22,8 +22,10 @@ BASE = {
     "indexer": None,
     "streams": None,
 }
+PLAIN = {"attention": "plain"}
 PARTS = {
     "latent": {},
+    "latent_plain": PLAIN,
     "convolutions_and_sinks": {"latent": {**LATENT, "conv_width": 3, "num_sinks": 128}},
     "indexer": {"indexer": INDEXER},
     "trained_indexer": {"indexer": {**INDEXER, "loss_coefficient": 0.01}},
@@ -37,6 +39,7 @@ MESHES = {
     "tp": "mesh: {tp: 4}\n",
     "sp": "mesh: {tp: 4}\nsequence_parallel: true\n",
     "cp": "mesh: {cp: 2}\n",
+    "cp_plain": "mesh: {cp: 2}\n",
     "recompute": f"{ONE}recompute: {{layers: all}}\n",
     "pp": "mesh: {pp: 2}\npipeline: {num_microbatches: 8}\n",
 }
@@ -64,4 +67,4 @@ def test_each_part_alone(part, write):
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_all_parts_together(mesh, write):
-    check(compared(write, ALL, MESHES[mesh]))
+    check(compared(write, ALL | (PLAIN if mesh in ("one_device", "cp_plain") else {}), MESHES[mesh]))

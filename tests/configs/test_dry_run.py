@@ -87,7 +87,6 @@ MORE = {
     "dp2_tp2_zero_accumulate": 0.02,
     "pp2_dp4_tp8_zero": 0.19,  # measured; tables are a large part of what small models send
     "pp2_ep2": 0.02,
-    "ep2_tp2": 0.08,  # the gradient of an embedding that is not tied is added up over dp before it is sharded over tp
 }
 """Bytes that a strategy sends beyond the closed formulas of MindSpore's partitioner, as a fraction."""
 OWN_STAGES = ("pp2_dp2_zero_own_schedule",)

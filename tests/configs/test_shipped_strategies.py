@@ -25,9 +25,6 @@ MORE = {
     "pangu_13b_dp4_tp8_pp2": 0.09,
     "pangu_200b_dp16_tp8_pp16": 0.10,
     "pangu_ultra_135b_dp128_tp8_pp8": 0.10,
-    # The gradient of an embedding that is not tied is added up over dp before it is sharded over tp.
-    "pangu_pro_moe_tiny_ep2_tp2": 0.06,
-    "pangu_embedded_7b_dp2_cp4_tp8": 0.02,
 }
 """Bytes that a reduced strategy sends beyond the closed formulas of MindSpore's partitioner, as a fraction."""
 

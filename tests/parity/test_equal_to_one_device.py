@@ -57,10 +57,10 @@ CASES = [
     "pangu_tiny_dp2_pp2+zero_bubble_v+latent+shards",
     "pangu_pro_moe_tiny_ep2_tp2+two_moe+ep_over_tp+shallow",
     "pangu_pro_moe_tiny_ep2_tp2+moge+cp_for_tp+shallow",  # experts drop tokens
-    "pangu_tiny_dp2_tp2_zero+accumulate+two+shallow",
+    "pangu_tiny_dp2_tp2_zero+accumulate+two+flash+shallow",  # masks with windows, sinks and chosen tokens
     "pangu_tiny_dp2_tp2_zero+accumulate+latent_indexer+shallow",
     "pangu_tiny_dp2_tp2_sp+latent_indexer+shallow",
-    "pangu_tiny_cp2_tp2+latent_indexer+shallow",
+    "pangu_tiny_cp2_tp2+latent+flash+shallow",
     "pangu_tiny_tp2_pp2_recompute+latent_indexer+shallow",
     "pangu_pro_moe_tiny_ep2_pp2+two_moe_indexer+shallow",
     "pangu_pro_moe_tiny_ep2_tp2+two_moe_indexer+cp_for_tp+shallow",

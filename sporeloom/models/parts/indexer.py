@@ -96,6 +96,12 @@ def work_of_scores(indexer: IndexerConfig) -> Work:
     return of_heads.times(indexer.num_heads) + own
 
 
+def work_of_masks() -> Work:
+    """Further work of a token with each key where a kernel computes attention: its mask of bytes becomes one of numbers, to
+    which the choice is added, and that becomes one of bytes again."""
+    return Work(forward=Values(0, 1.5))
+
+
 def further_work_of_attention(indexer: IndexerConfig, seq_len: int, num_heads: int) -> Work:
     """Further work of the layer's attention with each key, sharded over tp: its scores wait in memory for the choice."""
     return Work(forward=Values(0, 2)).times(num_heads) if seq_len > indexer.top_k else NO_WORK

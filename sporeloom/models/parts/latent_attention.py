@@ -16,9 +16,6 @@ from sporeloom.models.parts.work import Values, Work
 if TYPE_CHECKING:
     from sporeloom.models.config import ModelConfig
 
-FLASH_PROBLEM = "latent attention, whose values are not as wide as its keys"
-"""Why FlashAttentionScore cannot compute it."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class LatentConfig:
@@ -70,6 +67,16 @@ class LatentConfig:
         """Width of what the two parameters of a KV cache hold of a token: its latent, and its shared key."""
         return self.kv_width, self.rope_dim
 
+    @property
+    def flash_problem(self) -> str | None:
+        """Why FlashAttentionScore, which takes values as wide as keys, cannot compute it (see
+        `sporeloom.nn.latent_attention`)."""
+        if self.rope_dim <= self.value_dim <= self.head_size:
+            return None
+        return (
+            f"values of {self.value_dim} features; latent attention takes {self.rope_dim} to {self.head_size} of them"
+        )
+
     def score_features(self, num_heads: int) -> int:
         """Multiplications of a token with each key that it attends to: for the scores and for the context."""
         return num_heads * (self.head_size + self.value_dim)
@@ -101,8 +108,8 @@ def parameters(config: ModelConfig, latent: LatentConfig) -> Specs:
 
 
 def work_of_latents(latent: LatentConfig) -> Work:
-    """Work that every rank of tp does: norms and convolutions of both latents; the key that heads share is kept."""
-    total = Work(kept=Values(latent.rope_dim))
+    """Work that every rank of tp does: norms and convolutions of both latents."""
+    total = Work()
     for width in (latent.query_width or 0, latent.kv_width):
         total += norm.work(width, True) + _convolution(latent, width)
     return total
@@ -111,7 +118,7 @@ def work_of_latents(latent: LatentConfig) -> Work:
 def work_of_heads(latent: LatentConfig, num_heads: int) -> Work:
     """Work that is sharded over tp. Kept are queries, keys, values and the context; they are transposed and rotated, and
     products of scores and context read them."""
-    features = num_heads * (2 * latent.nope_dim + latent.rope_dim + 2 * latent.value_dim)
+    features = num_heads * 2 * (latent.head_size + latent.value_dim)
     rotated = num_heads * latent.rope_dim
     own = Work(
         kept=Values(features),
@@ -121,15 +128,28 @@ def work_of_heads(latent: LatentConfig, num_heads: int) -> Work:
     return own + _convolution(latent, num_heads * latent.value_dim)
 
 
+def work_of_kernel(latent: LatentConfig, num_heads: int) -> Work:
+    """The same where a kernel computes attention: values and their context are as wide as keys, the context is kept with
+    this width and without, and the kernel keeps two rows of 8 numbers."""
+    wide = 4 * latent.head_size
+    rotated = num_heads * latent.rope_dim
+    own = Work(
+        kept=Values(num_heads * (wide + latent.value_dim), 16 * num_heads),
+        forward=Values(num_heads * (2 * wide + latent.value_dim) + 2 * rotated),
+        backward=Values(num_heads * (2 * wide + latent.value_dim) + 8 * rotated),
+    )
+    return own + _convolution(latent, num_heads * latent.value_dim)
+
+
 def work_of_scores(num_heads: int) -> Work:
-    """Work of a token with each key, sharded over tp. Both products write scores; they are added, and the softmax writes
-    probabilities, in float32 and in the type of the product with the values."""
-    one = Work(kept=Values(0, 1, 2), forward=Values(5, 1, 2), backward=Values(8, 1))
+    """Work of a token with each key, sharded over tp. A product writes scores, and the softmax probabilities, in float32 and
+    in the type of the product with the values."""
+    one = Work(kept=Values(0, 1, 2), forward=Values(3, 1, 2), backward=Values(6, 1))
     return one.times(num_heads)
 
 
 def recomputed_scores(num_heads: int) -> Work:
-    """The same with selective recomputation: added scores are kept, and the softmax is recomputed from them."""
+    """The same with selective recomputation: scores are kept, and the softmax is recomputed from them."""
     return Work(kept=Values(1), forward=Values(1, 1, 2)).times(num_heads)
 
 

@@ -1,18 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameter groups: what patterns choose, what is refused, and that a parameter is updated as with its settings alone."""
 
+import dataclasses
+
 import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor
 
+from sporeloom.certification.training import decoder_batches
 from sporeloom.checkpoint.contents import is_orthogonalized
 from sporeloom.core.errors import ConfigError
+from sporeloom.models.family import family_module, size_config
+from sporeloom.nn.routing import freeze_balance_biases
+from sporeloom.parallel.parallelize import parallelize
+from sporeloom.parallel.step import TrainStep
+from sporeloom.strategy.config import SINGLE_DEVICE
 from sporeloom.train.adafactor import Adafactor
 from sporeloom.train.checks import check
 from sporeloom.train.groups import ParameterGroup, ParameterGroups, Scales, read_groups
 from sporeloom.train.muon import Muon
-from sporeloom.train.optim import AdamW
+from sporeloom.train.optim import SGD, AdamW
 from sporeloom.train.plain_text import TrainConfig
 
 NAMES = ("embedding.word.weight", "layers.0.query.weight", "layers.0.query.bias", "final_norm.weight")
@@ -125,3 +133,21 @@ def test_a_step_with_an_overflow_changes_nothing():
         optimizer.prepare(1, RATE)
         optimizer(tuple(Tensor(np.zeros((2, 2), np.float32)) for _ in parameters), Tensor(True))
         assert all((parameter.asnumpy() == 1).all() for parameter in parameters)
+
+
+def test_a_frozen_router_keeps_its_balance_bias():
+    """The next layer's moves by that layer's own counts."""
+    experts = {"num_experts": 4, "experts_per_token": 2, "normalize": "before_drop", "balance_bias_rate": 0.1}
+    small = {"num_layers": 3, "hidden_size": 32, "num_heads": 2, "vocab_size": 64, "seq_len": 16, "dropout_rate": 0.0}
+    config = dataclasses.replace(size_config("pangu", "tiny"), **small, experts={**experts, "ffn_hidden_size": 32})
+    net = family_module("pangu", "model").ModelWithLoss(config)
+    net.model.layers[0].mlp.router.weight.requires_grad = False
+    freeze_balance_biases(net, of_frozen=True)
+    report, optimizer = parallelize(net, SINGLE_DEVICE), SGD(net.trainable_params())
+    optimizer.prepare(1, 0.1)
+    *_, counts = TrainStep(net, optimizer, report, 0).set_train()(*next(iter(decoder_batches(config, 4))))
+    first, second = (layer.mlp.choices.balance_bias.asnumpy() for layer in net.model.layers[:2])
+    loads = counts.asnumpy().reshape(2, -1)[1, :4]
+    np.testing.assert_array_equal(first, 0.0)
+    np.testing.assert_allclose(second, 0.1 * np.sign(loads.mean() - loads), rtol=1e-6)
+    assert second.any()

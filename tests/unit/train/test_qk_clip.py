@@ -143,7 +143,6 @@ def test_metrics_name_the_layer_and_the_head():
             {"attention": "flash", "compute_dtype": "bfloat16"},
             "FlashAttention does not return its largest logits; give --attention plain",
         ),
-        ({"ema_decay": 0.9}, "averages of --ema-decay would be of weights before they are clipped"),
         ({"random_ltd_min_value": 16}, "some layers do not see the tokens that --random-ltd-min-value drops"),
         ({"qk_clip_threshold": 0.0}, "--qk-clip-threshold must be above 0"),
         ({"groups": "layers.0.attention.query.*"}, "layers.0.attention.query.weight is frozen, so it cannot be scaled"),

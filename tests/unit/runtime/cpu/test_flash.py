@@ -66,6 +66,27 @@ def test_what_the_kernel_does_not_take_is_told():
         small(dropout_rate=0.1, attention="flash")
 
 
+LATENT = {"kv_width": 32, "nope_dim": 32, "rope_dim": 16, "value_dim": 32}
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"value_dim": 8}, "values of 8 features; latent attention takes 16 to 48 of them"),
+        ({"value_dim": 64}, "values of 64 features; latent attention takes 16 to 48 of them"),
+        ({"nope_dim": 24}, "heads of 40 features; it takes multiples of 16"),
+    ],
+)
+def test_what_the_kernel_does_not_take_of_latent_attention_is_told(changes, told):
+    for given in (changes, {}):
+        parts = {"position": "rotary", "norm": "rms", "query_layer": False}
+        config = {**parts, "latent": {**LATENT, **given}}
+        if given:
+            with pytest.raises(ConfigError, match=told):
+                small(**config, attention="flash")
+        assert small(**config, compute_dtype="bfloat16").attention_on_ascend == ("plain" if given else "flash")
+
+
 def test_ascend_has_it_unless_something_is_in_the_way():
     half = {"compute_dtype": "bfloat16"}
     assert small(**half).attention_on_ascend == "flash"

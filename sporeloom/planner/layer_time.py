@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from sporeloom.planner.dimensions import Dimensions
 from sporeloom.planner.memory import head_columns
 from sporeloom.planner.parallelism import Parallelism
-from sporeloom.planner.rates import KERNEL_HEAD, Rates, all_reduce, all_to_all, group_bandwidth
+from sporeloom.planner.rates import KERNEL_HEAD, Rates, all_reduce, all_to_all, axes_bandwidth, groups_along
 
 SCORE_PASSES = 6.5  # products write and read scores; scale, mask, softmax and dropout pass over them
 TP_OVERLAP = (
@@ -131,7 +131,8 @@ def _exchange(dims: Dimensions, job: Parallelism, rates: Rates, tokens: float, r
     h, parts, width = dims.hidden_size, job.parts_of_expert, rates.width
     if job.computes_own_rows(dims):
         ranks, added_up = job.gathers_tokens_of, tokens
-        ring = group_bandwidth(rates.cluster, ranks, job.cp * job.tp, job.devices)
+        experts = job.mesh.expert_axes[1] if job.ep <= job.dp else "dp"
+        ring = axes_bandwidth(rates.cluster, job, (experts,), ranks, job.cp * job.tp)
         sent = all_reduce(width * ranks * tokens * h, ranks, ring)  # both together
         if dims.mlp_bias:
             added_up = tokens * job.sorted_rows(dims)
@@ -139,7 +140,8 @@ def _exchange(dims: Dimensions, job: Parallelism, rates: Rates, tokens: float, r
     times = dims.experts_per_token if job.sends_once else 0
     num_bytes = width * rows * h / (parts if job.sends_once else 1)  # and tensor parallel ranks gather what each got
     stride = job.cp * (job.tp if parts == job.tp else 1)  # ep is a part of dp, the outer axis
-    once = all_to_all(rates.cluster, num_bytes, job.ep, stride, devices=job.devices, copies=times)
+    groups = groups_along(rates.cluster, job, ("ep",), job.ep, stride)
+    once = all_to_all(rates.cluster, num_bytes, groups, times)
     added_up = tokens if job.sends_once else rows  # a token's experts first, or what the ranks have of each row
     reduced = all_reduce(width * added_up * h, parts, rates.tp) if parts > 1 else 0.0
     return 2 * once / rates.experts.all_to_all, reduced

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
-from sporeloom.planner.cluster import Cluster, Link
+from sporeloom.planner.cluster import Cluster
 from sporeloom.planner.dimensions import Dimensions
-from sporeloom.planner.members import Members, every
+from sporeloom.planner.members import Members, counterparts, every
 from sporeloom.planner.parallelism import Parallelism
+from sporeloom.strategy.axes import AXES
 
 FLOAT32_SPEED = 0.5  # of matrix products, relative to bf16: no published run in the fit computes so
 KERNEL_HEAD = 128  # fused attention kernels take as long for narrower heads
@@ -21,12 +23,8 @@ def ring_bandwidth(cluster: Cluster, members: Members) -> float:
     Rings that leave a server share its links: of a group with k members in a server each member brings one device's link.
     The same holds for each level; one that connects no further members is not used.
     """
-    inside, *others = cluster.links
-    rate = inside.rate()
-    for link, below, within in zip(others, members, members[1:], strict=False):
-        if below < within:
-            rate = min(rate, link.rate(below))
-    return rate * 1e9
+    levels = [level for level in reached(cluster, members) if level.below < level.within]
+    return min((level.below * level.bytes_per_s for level in levels), default=cluster.links[0].rate(1) * 1e9)
 
 
 def slowest_ring(cluster: Cluster, groups: Iterable[Members]) -> float:
@@ -34,16 +32,62 @@ def slowest_ring(cluster: Cluster, groups: Iterable[Members]) -> float:
     return min(ring_bandwidth(cluster, members) for members in groups)
 
 
-def group_bandwidth(cluster: Cluster, size: int, stride: int, devices: int = 0) -> float:
+def levels_bandwidth(cluster: Cluster, members: Members) -> float:
+    """The same where one level after the other gathers, or adds up: across servers each device moves what the others of its
+    server do not."""
+    if members.size == 1:
+        return ring_bandwidth(cluster, members)
+    levels = reached(cluster, members)
+    seconds = sum((1 / level.below - 1 / level.within) / level.bytes_per_s for level in levels)
+    return (members.size - 1) / members.size / seconds
+
+
+def group_bandwidth(cluster: Cluster, size: int, stride: int, devices: int = 0, *, as_library: bool = False) -> float:
     """Bytes/s at which a ring through every `stride`-th device moves data, for one device: the slowest such ring in a job of
-    so many devices."""
-    return slowest_ring(cluster, every(cluster.units, size, stride, devices))
+    so many devices. `as_library`: what the chip's library reaches, which may go level by level."""
+    return _slowest(cluster, every(cluster.units, size, stride, devices), as_library)
 
 
-def reached(cluster: Cluster, members: Members) -> Iterator[tuple[Link, int]]:
-    """Links of each level, and how many other members of a group they are the shortest way to."""
-    for link, below, within in zip(cluster.links, [1, *members], members, strict=False):
-        yield link, within - below
+def axes_bandwidth(cluster: Cluster, job: Parallelism, axes: tuple[str, ...], size: int, stride: int) -> float:
+    """The same of the groups of a job along some mesh axes, which are every `stride`-th of `size` ranks in the usual
+    order."""
+    return _slowest(cluster, groups_along(cluster, job, axes, size, stride), job.own_graphs)
+
+
+def groups_along(
+    cluster: Cluster, job: Parallelism, axes: tuple[str, ...], size: int, stride: int
+) -> frozenset[Members]:
+    """Members of the groups of a job along some mesh axes, see `axes_bandwidth`."""
+    if job.order == AXES:
+        return every(cluster.units, size, stride, job.devices)
+    mesh = job.mesh
+    return counterparts(cluster.units, tuple(mesh.group(0, *axes)), mesh.stage_size, job.devices)
+
+
+def _slowest(cluster: Cluster, groups: Iterable[Members], as_library: bool) -> float:
+    if not (as_library and cluster.goes_by_levels):
+        return slowest_ring(cluster, groups)
+    return min(max(ring_bandwidth(cluster, each), levels_bandwidth(cluster, each)) for each in groups)
+
+
+class Reached(NamedTuple):
+    """What a group uses of one level's links."""
+
+    below: int
+    """Members in a unit below."""
+    within: int
+    """Members that the level connects."""
+    bytes_per_s: float
+    """Of one device."""
+    all_to_all_bytes_per_s: float
+    latency_s: float
+
+
+def reached(cluster: Cluster, members: Members) -> Iterator[Reached]:
+    """The links of each level, in order."""
+    of_levels = zip(cluster.links, (1, *members.counts), members.counts, members.senders, strict=False)
+    for link, below, within, senders in of_levels:
+        yield Reached(below, within, link.rate(senders) * 1e9, link.all_to_all_rate(senders) * 1e9, link.latency_s)
 
 
 def float32_speed(cluster: Cluster) -> float:
@@ -59,25 +103,22 @@ def all_reduce(num_bytes: float, size: int, bandwidth: float) -> float:
 
 def sent_to_all(cluster: Cluster, members: Members, num_bytes: float, copies: int = 0) -> float:
     """Seconds that the links of a device take for an all-to-all, see `all_to_all`; without starting messages."""
-    size = members[-1]
-    nodes, far_bytes = size / members[0], num_bytes
+    size = members.size
+    nodes, far_bytes = size / members.counts[0], num_bytes
     if copies:
         far_bytes *= nodes * (1 - (1 - 1 / nodes) ** copies) / copies
     seconds = 0.0
-    for number, (link, others) in enumerate(reached(cluster, members)):
-        sent = far_bytes if number else num_bytes
-        seconds += others / size * sent / (link.rate() * 1e9) + others * link.latency_s
+    for number, level in enumerate(reached(cluster, members)):
+        others, sent = level.within - level.below, far_bytes if number else num_bytes
+        seconds += others / size * sent / level.all_to_all_bytes_per_s + others * level.latency_s
     return seconds
 
 
-def all_to_all(
-    cluster: Cluster, num_bytes: float, size: int, stride: int, *, devices: int = 0, copies: int = 0
-) -> float:
-    """Seconds in which every device sends each of `size`, every `stride`-th, its part of `num_bytes`: within a node over its
-    links, to others over the device's own, each message after the other. The slowest group of a job of so many `devices`.
-    `copies`: of what each row is among them, of which a node is sent one."""
-    groups = every(cluster.units, size, stride, devices)
-    return max(sent_to_all(cluster, members, num_bytes, copies) for members in groups) + (size - 1) * MESSAGE_S
+def all_to_all(cluster: Cluster, num_bytes: float, groups: Iterable[Members], copies: int = 0) -> float:
+    """Seconds in which every device of a group sends each other its part of `num_bytes`: within a node over its links, to
+    others over the device's own, each message after the other. The slowest of the groups. `copies`: of what each row is among
+    them, of which a node is sent one."""
+    return max(sent_to_all(cluster, members, num_bytes, copies) + (members.size - 1) * MESSAGE_S for members in groups)
 
 
 class Rates:
@@ -95,7 +136,7 @@ class Rates:
             self.attention_flops *= self.experts.attention
         self.bytes = cluster.memory_gb_per_s * 1e9 * fitted.memory
         self.overhead = fitted.layer_overhead_us * 1e-6
-        self.tp = group_bandwidth(cluster, job.tp, 1, job.devices)
+        self.tp = axes_bandwidth(cluster, job, ("tp",), job.tp, 1)
         self.width = job.activation_bytes
         self.factor_width = 1 if job.precision == "fp8" else self.width
 

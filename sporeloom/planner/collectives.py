@@ -5,7 +5,7 @@ Both libraries estimate every algorithm they have by its messages and bytes, and
 `src/graph/tuning.cc` (ring, and for all-reduces a double binary tree over servers with a chain in each; PAT, of logarithmic
 depth, where a group has one device a server, since NCCL 2.23); HCCL, `SelectAlgoTypeForAllReduce` and its siblings in
 `coll_alg_operator.cc` (within servers, then between them by NHR or a ring; "pipeline" uses the links inside and between at
-once) and its user guide. A message takes MESSAGE_S and the latency of its level.
+once) and its user guide. A message takes MESSAGE_S, over NVLink NVLINK_S, and the latency of its level.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from typing import NamedTuple
 
 from sporeloom.planner.cluster import Cluster
 from sporeloom.planner.members import Members, counterparts
-from sporeloom.planner.rates import MESSAGE_S, levels_bandwidth, reached, ring_bandwidth, sent_to_all
+from sporeloom.planner.rates import MESSAGE_S, Reached, levels_bandwidth, reached, ring_bandwidth, sent_to_all
 
 HALVES = ("AllGather", "ReduceScatter")
 """Collectives that are half of an all-reduce."""
+NVLINK_S = 0.6e-6
+"""Seconds of a short message over NVLink, by NCCL's own estimate."""
 TREE_SPEED = 0.9
 """Share of the links' speed that NCCL's tree reaches, by its own estimate."""
 
@@ -73,11 +75,17 @@ def names(cluster: Cluster, kind: str, members: Members) -> Iterator[str]:
         yield "direct" if cluster.goes_by_levels else "tree"
 
 
+def _hops(cluster: Cluster, members: Members) -> Iterator[tuple[Reached, float]]:
+    """The links of each level, and seconds of a short message over them."""
+    for number, level in enumerate(reached(cluster, members)):
+        is_nvlink = number == 0 and not cluster.goes_by_levels
+        yield level, (NVLINK_S if is_nvlink else MESSAGE_S) + level.latency_s
+
+
 def _latency(cluster: Cluster, members: Members, messages: Callable[[int, int], float]) -> float:
     """Seconds of messages one after another. `messages`: their number at a level, by the members in a unit below and in the
     level."""
-    levels = reached(cluster, members)
-    return sum(messages(level.below, level.within) * (MESSAGE_S + level.latency_s) for level in levels)
+    return sum(messages(level.below, level.within) * hop for level, hop in _hops(cluster, members))
 
 
 def ring(cluster: Cluster, kind: str, num_bytes: float, members: Members) -> float:
@@ -113,12 +121,10 @@ def direct(cluster: Cluster, kind: str, num_bytes: float, members: Members) -> f
         sent = sent_to_all(cluster, members, num_bytes)
         return sent / cluster.fitted_experts.all_to_all + (members.size - 1) * MESSAGE_S
     if kind == "Message":
-        latency = _latency(cluster, members, lambda below, within: within - below)
-        return latency + num_bytes / ring_bandwidth(cluster, members)
-    levels = reached(cluster, members)
-    return sum(
-        (level.within - level.below) * (MESSAGE_S + level.latency_s + num_bytes / level.bytes_per_s) for level in levels
-    )
+        crossed = sum((level.within - level.below) * level.latency_s for level in reached(cluster, members))
+        return MESSAGE_S + crossed + num_bytes / ring_bandwidth(cluster, members)
+    hops = _hops(cluster, members)
+    return sum((level.within - level.below) * (hop + num_bytes / level.bytes_per_s) for level, hop in hops)
 
 
 ALGORITHMS: Mapping[str, Callable[[Cluster, str, float, Members], float]] = {

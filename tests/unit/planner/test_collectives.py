@@ -10,7 +10,7 @@ import pytest
 from conftest import CONFIGS
 
 from sporeloom.planner.cluster import Cluster, Efficiency, Level, read_cluster
-from sporeloom.planner.collectives import ALGORITHMS, TREE_SPEED, collective, fastest
+from sporeloom.planner.collectives import ALGORITHMS, NVLINK_S, TREE_SPEED, collective, fastest
 from sporeloom.planner.members import counterparts
 from sporeloom.planner.rates import MESSAGE_S, group_bandwidth
 
@@ -62,7 +62,7 @@ class Messages:
             shared = self.uplinks.get(level)  # devices that share a port, and its bytes/s
             port = (level, source // shared[0] if shared else source)
             start, moving = max(time, free[port]), num_bytes / (shared[1] if shared else RATES[level])
-            latency = MESSAGE_S + (3e-6 if level == "rack" else 0.0)
+            latency = {"server": NVLINK_S, "rack": MESSAGE_S + 3e-6, "network": MESSAGE_S}[level]
             free[port] = start + moving + latency * self.holds
             arrival = start + moving + latency
             end = max(end, arrival)

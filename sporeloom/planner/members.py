@@ -15,6 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from sporeloom.strategy.mesh import Mesh
+
 
 class Members(NamedTuple):
     """Members of a group by unit, and of the groups beside it."""
@@ -74,6 +76,17 @@ def every(units: tuple[int, ...], size: int, stride: int, devices: int) -> froze
     blocks = max(1, min(devices, math.lcm(block, *units)) // block)  # then they lie as the first ones again
     starts = np.arange(blocks)[:, None] * block + np.arange(stride)
     return members_of(units, starts.reshape(-1, 1) + np.arange(size) * stride)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def along(units: tuple[int, ...], mesh: Mesh, axes: tuple[str, ...]) -> frozenset[Members]:
+    """Members of the groups along some axes of a mesh, whatever their order."""
+    ranks = np.arange(mesh.size)
+    first = ranks.copy()
+    for axis in axes:
+        first -= mesh.stride(axis) * (ranks // mesh.stride(axis) % mesh.degree(axis))
+    size = math.prod(mesh.degree(axis) for axis in axes)
+    return members_of(units, np.argsort(first, kind="stable").reshape(-1, size))
 
 
 @functools.lru_cache(maxsize=1 << 14)

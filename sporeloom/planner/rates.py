@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from sporeloom.planner.cluster import Cluster
 from sporeloom.planner.dimensions import Dimensions
-from sporeloom.planner.members import Members, counterparts, every
+from sporeloom.planner.members import Members, along, every
 from sporeloom.planner.parallelism import Parallelism
 from sporeloom.strategy.axes import AXES
 
@@ -61,7 +61,9 @@ def groups_along(
     if job.order == AXES:
         return every(cluster.units, size, stride, job.devices)
     mesh = job.mesh
-    return counterparts(cluster.units, tuple(mesh.group(0, *axes)), mesh.stage_size, job.devices)
+    if "ep" in axes and mesh.ep > mesh.dp:
+        axes = mesh.expert_parts[1]
+    return along(cluster.units, mesh, axes)
 
 
 def _slowest(cluster: Cluster, groups: Iterable[Members], as_library: bool) -> float:

@@ -29,6 +29,8 @@ MICROBATCHES = (1, 2, 4, 8, 16)
 MAX_VIRTUAL_STAGES = 4
 REORDERED = 20
 """Number of meshes of which other orders of the axes are considered."""
+MAX_REORDERED = 1 << 16
+"""Largest job of which they are: its ranks are counted one by one."""
 MIN_TOKENS = 1024
 """Minimum number of tokens of a sequence on a rank of cp: shorter slices save too little memory for gathering keys
 and values."""
@@ -136,7 +138,8 @@ def _ranked(options: Sequence[Option]) -> list[Option]:
 
 def _other_orders(request: PlanRequest, ranked: Sequence[Option]) -> Iterator[Option]:
     """The best meshes with their axes in another order, where that is faster: ranks that are neighbours have faster links."""
-    for option in distinct([option for option in ranked if option.fits])[:REORDERED]:
+    fitting = [option for option in ranked if option.fits] if request.devices <= MAX_REORDERED else []
+    for option in distinct(fitting)[:REORDERED]:
         axes = [axis for axis in AXES if axis != "pp" and getattr(option.job, axis) > 1]
         for order in itertools.permutations(axes):
             moved = dataclasses.replace(option.job, order=("pp", *order)).mesh.order

@@ -2,6 +2,7 @@
 """The order of the mesh axes decides which ranks are neighbours: closed forms count it, and searches try other orders."""
 
 import dataclasses
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,6 @@ import pytest
 from sporeloom.models.family import size_config
 from sporeloom.planner.cluster import read_cluster
 from sporeloom.planner.dimensions import of_decoder
-from sporeloom.planner.members import every
 from sporeloom.planner.parallelism import Parallelism
 from sporeloom.planner.rates import groups_along
 from sporeloom.planner.search import PlanRequest, describe, evaluate, search
@@ -34,12 +34,23 @@ def test_the_closed_form_counts_where_the_groups_of_an_order_lie():
     assert seconds(AXES, long).total < seconds(TP_OUTSIDE, long).total
 
 
+ORDERS = [AXES, ("pp", "tp", "cp", "dp"), ("pp", "cp", "dp", "tp"), ("pp", "tp", "dp", "cp")]
+
+
+PLACED = [(order, ep) for order in ORDERS for ep in (1, 2, 3, 12) if (order, ep) != (AXES, 12)]
+"""With 12 experts' ranks over a part of tp as well: in the usual order these are counted as if at equal distances."""
+
+
+@pytest.mark.parametrize(("order", "ep"), PLACED)
 @pytest.mark.parametrize("axes", [("tp",), ("dp", "cp"), ("ep",)])
-def test_groups_of_the_usual_order_are_the_same_by_their_ranks(axes):
-    job = Parallelism(dp=8, cp=2, tp=4, ep=4)
-    ranks = job.mesh.group(0, *axes)
-    moved = dataclasses.replace(job, order=("pp", "dp", "cp", "tp", "none"))  # counted by ranks, and the same mesh
-    assert groups_along(H100, moved, axes, 0, 0) == every(H100.units, len(ranks), ranks[1], 64)
+def test_groups_of_an_order_are_those_of_its_ranks(order, ep, axes):
+    job = Parallelism(pp=2, dp=6, cp=3, tp=4, ep=ep, order=order)
+    groups = [job.mesh.group(rank, *axes) for rank in range(144)]
+    stride = groups[0][1] - groups[0][0] if len(groups[0]) > 1 else 1
+    found = groups_along(H100, job, axes, len(groups[0]), stride)
+    assert {each.counts for each in found} == {
+        (min(Counter(rank // 8 for rank in group).values()), len(group)) for group in groups
+    }
 
 
 def test_a_search_finds_the_planted_order():

@@ -34,12 +34,12 @@ def step_report(
         "hfu": sum(of.flops() for of in step.values()) / len(step) / peak,
         "critical_path": _sorted(critical_path(step)),
         "closed_form": vars(step_time(dims, job, cluster, adapters=adapters)),
-        "collectives": _collectives(step.values()),
+        "collectives": collectives(step.values()),
         "stages": [_stage(stage, rank, of, seconds) for stage, (rank, of) in enumerate(sorted(step.items()))],
     }
 
 
-def _collectives(ranks: Iterable[RankTime]) -> list[dict[str, Any]]:
+def collectives(ranks: Iterable[RankTime]) -> list[dict[str, Any]]:
     """Calls and sizes of each kind of collective, by its ranks and algorithm."""
     sizes = defaultdict[tuple[str, int, str], list[int]](list)
     for of in ranks:

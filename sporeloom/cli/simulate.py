@@ -62,7 +62,9 @@ class SimulateConfig(Overwrite):
     memory_copy_every_s: Positive | None = option(
         None, "also try copies in the memory of other servers, after so many seconds of training each (default: none)"
     )
-    memory_copy_pause_s: Positive | None = option(None, "time in seconds for which training waits for such a copy")
+    memory_copy_pause_s: Positive | None = option(
+        None, "time in seconds for which training waits for such a copy (default: none)"
+    )
     restart_s: NotNegative = option(..., "time in seconds from a failure until training continues")
     repair_hours: NotNegative = option(
         0.0, "time in hours until a failed server is back; 0: as soon as the job restarts"
@@ -223,7 +225,7 @@ def _policies(job: Job, config: SimulateConfig) -> Iterator[tuple[str, Job]]:
 
 
 def _with_copies(job: Job, config: SimulateConfig) -> Iterator[Job]:
-    """The job with copies in memory between its checkpoints, if they are asked for.
+    """The job with copies in memory between its checkpoints, if they are given.
 
     Raises:
         ConfigError: a copy would come no more often than a checkpoint.

@@ -19,7 +19,7 @@ from sporeloom.strategy.mesh import Mesh
 
 
 class Members(NamedTuple):
-    """Members of a group by unit, and of the groups beside it."""
+    """Members of a group by unit, and of the groups next to it."""
 
     counts: tuple[int, ...]
     """The fewest members of the group that any unit of each level has, of those units that it has members in; then its
@@ -51,7 +51,7 @@ def members_of(
 
 
 def _begins(of: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Where another unit than that of the member before begins, or another group."""
+    """Mark members with which another unit, or another group, begins."""
     begins = np.ones(of.shape, bool)
     begins[:, 1:] = of[:, 1:] != of[:, :-1]
     return begins

@@ -73,14 +73,14 @@ def _slowest(cluster: Cluster, groups: Iterable[Members], as_library: bool) -> f
 
 
 class Reached(NamedTuple):
-    """What a group uses of one level's links."""
+    """Part of one level's links that a group uses."""
 
     below: int
     """Members in a unit below."""
     within: int
     """Members that the level connects."""
     bytes_per_s: float
-    """Of one device."""
+    """Bandwidth of one device."""
     all_to_all_bytes_per_s: float
     latency_s: float
 

@@ -73,11 +73,12 @@ def custom_estimate(ranks: Sequence[dict[str, Any]], strategy: Strategy, rows: i
         graph_time(
             sum(rank["flops"].values()),
             rank["passed_bytes"],
-            [(c["kind"], c["count"] * c["bytes_each"], rank["groups"][c["group"]]) for c in rank["collectives"]],
+            [(c["count"], c["kind"], c["bytes_each"], rank["groups"][c["group"]]) for c in rank["collectives"]],
             cluster,
             in_float32=rank["in_float32"],
             idle=idle,
             stage_size=strategy.mesh.stage_size,
+            devices=strategy.mesh.size,
         )
         for rank in ranks
     ]

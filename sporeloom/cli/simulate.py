@@ -10,24 +10,28 @@ Failures are equally likely at any time. The step time is that of `plan`, `dry-r
 has the times of an elastic run on each of its meshes, and faults at given times; its events are printed.
 """
 
+import contextlib
 import dataclasses
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from sporeloom.core.command_line import argument, option, parse_args
-from sporeloom.core.errors import Problems
+from sporeloom.core.command_line import Overwrite, argument, option, output, parse_args
+from sporeloom.core.errors import ConfigError, Problems
+from sporeloom.core.files import write_text_atomically
 from sporeloom.core.json_text import json_text
 from sporeloom.core.log import print_report
 from sporeloom.core.numbers import Count, Natural, NotNegative, Positive, number_problems
 from sporeloom.simulation.faults import HOUR_S, FaultRates, read_faults
 from sporeloom.simulation.intervals import daly, young
 from sporeloom.simulation.jitter import slowest_of
-from sporeloom.simulation.job import Job
+from sporeloom.simulation.job import EndlessError, Job, Span, run_job
 from sporeloom.simulation.report import Statistics, duration, simulated, table
 from sporeloom.simulation.scenario import Event, read_scenario, simulate_scenario
+from sporeloom.simulation.trace import trace
 
 INTERVALS = (0.25, 0.5, 0.71, 1.0, 1.41, 2.0, 4.0)
 """Intervals that are compared, as multiples of the one in use."""
@@ -35,7 +39,7 @@ RUNS_OF_INTERVAL = 30
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulateConfig:
+class SimulateConfig(Overwrite):
     common: ClassVar[tuple[str, ...]] = (
         *("devices", "faults", "steps", "step_time_s", "checkpoint_every_s", "checkpoint_pause_s", "restart_s"),
         *("repair_hours", "spares", "replica_devices", "slow_server_hours", "runs", "seed"),
@@ -55,6 +59,12 @@ class SimulateConfig:
     checkpoint_write_s: NotNegative = option(
         0.0, "time in seconds for which it is then written while training continues (--async-save)"
     )
+    memory_copy_every_s: Positive | None = option(
+        None, "also try copies in the memory of other servers, after so many seconds of training each (default: none)"
+    )
+    memory_copy_pause_s: Positive | None = option(
+        None, "time in seconds for which training waits for such a copy (default: none)"
+    )
     restart_s: NotNegative = option(..., "time in seconds from a failure until training continues")
     repair_hours: NotNegative = option(
         0.0, "time in hours until a failed server is back; 0: as soon as the job restarts"
@@ -71,6 +81,11 @@ class SimulateConfig:
     )
     runs: Count = option(500, "number of simulated runs")
     seed: Natural = option(0, "random seed; the same seed gives the same failures")
+    trace: Path | None = output(
+        None, "write a window of the first run under the last policy as a trace for Perfetto (default: none)"
+    )
+    trace_from_hours: NotNegative = option(0.0, "beginning of the window, in hours")
+    trace_hours: Positive = option(24.0, "length of the window, in hours")
     json: bool = option(False, "print the statistics as JSON")
 
 
@@ -102,6 +117,8 @@ def _problems(config: SimulateConfig) -> Iterator[str]:
             if getattr(config, name):
                 flag = "--" + name.replace("_", "-")
                 yield f"{flag} has no effect if failed servers are back at once; give --repair-hours"
+    if (config.memory_copy_every_s is None) != (config.memory_copy_pause_s is None):
+        yield "--memory-copy-every-s and --memory-copy-pause-s belong together; give both"
     if config.checkpoint_every_s and config.checkpoint_write_s > config.checkpoint_every_s:
         yield (
             f"--checkpoint-write-s {config.checkpoint_write_s:g} is longer than --checkpoint-every-s "
@@ -137,8 +154,12 @@ def main(argv: Sequence[str]) -> int:
         detection_s=config.slow_server_hours * HOUR_S if config.slow_server_hours else math.inf,
     )
     policies_of_job = dict(_policies(job, config))
+    name, last = [*policies_of_job.items()][-1]
+    policies_of_job |= {f"{name}, copies in memory": each for each in _with_copies(last, config)}
     rows = [(name, simulated(each, rates, config.seed, config.runs)) for name, each in policies_of_job.items()]
-    best = _best_interval([*policies_of_job.values()][-1], rates, config.seed)
+    best = _best_interval(last, rates, config.seed)
+    if config.trace:
+        _write_trace(config, [*policies_of_job.values()][-1], rates)
     if config.json:
         closed = {"mtbf_s": mtbf, "young_s": young(pause, mtbf), "daly_s": daly(pause, mtbf)}
         policies = {name: None if found is None else found.as_json() for name, found in rows}
@@ -146,6 +167,25 @@ def main(argv: Sequence[str]) -> int:
     else:
         print_report("\n".join(_lines(job, mtbf, best, rows)))
     return 0
+
+
+def _write_trace(config: SimulateConfig, job: Job, rates: FaultRates) -> None:
+    """Write the trace of a run, of one that is given up as far as it came.
+
+    Raises:
+        ConfigError: the run ends before the window begins.
+    """
+    spans, begin = list[Span](), config.trace_from_hours * HOUR_S
+    with contextlib.suppress(EndlessError):
+        run_job(job, rates, config.seed, 0, spans)
+    if spans[-1].end_s <= begin:
+        raise ConfigError(
+            f"--trace-from-hours {config.trace_from_hours:g} is after the end of the run: {spans[-1].end_s / HOUR_S:.1f} h"
+        )
+    assert config.trace
+    values = trace(spans, begin, begin + config.trace_hours * HOUR_S)
+    write_text_atomically(config.trace, json_text(values) + "\n")
+    print(f"trace in {config.trace}", file=sys.stderr)
 
 
 def _scenario(config: ScenarioConfig) -> int:
@@ -182,6 +222,23 @@ def _policies(job: Job, config: SimulateConfig) -> Iterator[tuple[str, Job]]:
         yield "fewer replicas", smaller
         if config.spares:
             yield "spares, then fewer replicas", dataclasses.replace(smaller, num_spares=config.spares)
+
+
+def _with_copies(job: Job, config: SimulateConfig) -> Iterator[Job]:
+    """The job with copies in memory between its checkpoints, if they are given.
+
+    Raises:
+        ConfigError: a copy would come no more often than a checkpoint.
+    """
+    every, pause = config.memory_copy_every_s, config.memory_copy_pause_s
+    if every is None or pause is None:
+        return
+    if not every <= job.interval_s / 2 < math.inf:
+        raise ConfigError(
+            f"--memory-copy-every-s {every:g} is more than half of the {job.interval_s:g} s between checkpoints; give less"
+        )
+    copies = round(job.interval_s / every)
+    yield dataclasses.replace(job, interval_s=every, pause_s=pause, copies_per_checkpoint=copies)
 
 
 def _best_interval(job: Job, rates: FaultRates, seed: int) -> float:

@@ -51,7 +51,9 @@ def compile_ranks(
         ConfigError: it cannot be partitioned.
     """
     partitioned = partition_model(family, model, strategy, batch, inference, accumulate, task)
-    step = step_times(partitioned, DeviceModel(cluster, strategy.mesh.stage_size)) if cluster else None
+    step = (
+        step_times(partitioned, DeviceModel(cluster, strategy.mesh.stage_size, strategy.mesh.size)) if cluster else None
+    )
     reports = [dataclasses.replace(rank_report(partitioned, rank), step=step) for rank in ranks]
     if auxiliary is None:
         return reports

@@ -77,6 +77,7 @@ def job_of(
         tp=mesh.tp,
         pp=mesh.pp,
         cp=mesh.cp,
+        order=mesh.order,
         ulysses=mesh.cp > 1 and strategy.context_parallel == "ulysses",
         ep=mesh.ep,
         expert_tp=mesh.tp * mesh.dp // mesh.ep if mesh.ep > mesh.dp else 0,

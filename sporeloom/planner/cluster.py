@@ -103,10 +103,20 @@ class Level:
     """Bandwidth that its devices have together, divided by what the level carries when all send."""
     latency_us: NotNegative = 0.0
     """Latency of a message between servers of the level, beyond that of one inside a server."""
+    port_gb_per_s: Positive | None = None
+    """Bandwidth of one device that sends while others do not; None: `gb_per_s`."""
+    all_to_all_gb_per_s: Positive | None = None
+    """Bandwidth of each device in an all-to-all of the whole level, where its bisection has less; None: no less."""
 
     def __post_init__(self) -> None:
-        if problems := list(number_problems(self, str)):
+        problems = [*number_problems(self, str), *_port_problems("port_gb_per_s", self.port_gb_per_s, self.gb_per_s)]
+        if problems:
             raise ConfigError(problems)
+
+
+def _port_problems(name: str, port: float | None, gb_per_s: float) -> Iterator[str]:
+    if port is not None and port < gb_per_s:
+        yield f"{name} {port:g} is below the {gb_per_s:g} GB/s that each device has when all send"
 
 
 @dataclass(frozen=True)
@@ -117,12 +127,21 @@ class Link:
     """Number of devices that they connect; infinite for the network."""
     gb_per_s: float
     efficiency: float
+    below: int = 1
+    """Number of devices of a unit below, which share what leaves it."""
     oversubscription: float = 1.0
     latency_s: float = 0.0
+    port_gb_per_s: float | None = None
+    all_to_all_gb_per_s: float = math.inf
 
-    def rate(self, members: int = 1) -> float:
-        """GB/s that so many devices reach together."""
-        return members * self.gb_per_s * self.efficiency / self.oversubscription
+    def rate(self, senders: int) -> float:
+        """GB/s that each of so many devices of a unit below reaches: its own link's, or its share of what leaves the unit."""
+        port = (self.port_gb_per_s or self.gb_per_s) / self.gb_per_s
+        return self.gb_per_s * self.efficiency * min(port, self.below / (senders * self.oversubscription))
+
+    def all_to_all_rate(self, senders: int) -> float:
+        """The same in an all-to-all, by the data sheet: without an efficiency."""
+        return min(self.rate(senders) / self.efficiency, self.all_to_all_gb_per_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +161,9 @@ class Cluster:
     devices_per_node: Count
     intra_node_gb_per_s: Positive
     inter_node_gb_per_s: Positive
+    """Bandwidth of the network when all devices send."""
+    inter_node_port_gb_per_s: Positive | None = None
+    """The same of one device that sends while others of its server, or of the largest level's unit, do not; None: no more."""
     levels: list[Level] = field(default_factory=list)
     """Levels between servers and the network, the smallest first; none: servers are connected by the network alone."""
     host_gb_per_s: Positive = 32.0
@@ -170,6 +192,7 @@ class Cluster:
             yield f"reserved_gb {self.reserved_gb:g} leaves nothing of memory_gb {self.memory_gb:g}; give a smaller one"
         if self.measured and self.efficiency:
             yield "efficiency would be ignored, as each entry of `measured` has its own; give one of the two"
+        yield from _port_problems("inter_node_port_gb_per_s", self.inter_node_port_gb_per_s, self.inter_node_gb_per_s)
         inner = self.devices_per_node
         for number, level in enumerate(self.levels):
             if level.devices <= inner or level.devices % inner:
@@ -191,6 +214,11 @@ class Cluster:
         return self.chip.startswith(("ascend", "cpu"))
 
     @property
+    def goes_by_levels(self) -> bool:
+        """Whether its library, HCCL, has collectives that go level by level."""
+        return self.chip.startswith("ascend")
+
+    @property
     def fitted(self) -> Efficiency:
         if self.measured:
             return self.measured[0].efficiency
@@ -203,12 +231,26 @@ class Cluster:
         efficiency = {"server": fitted.intra_node, "network": fitted.inter_node}
         levels = [
             Link(
-                level.devices, level.gb_per_s, efficiency[level.links], level.oversubscription, level.latency_us * 1e-6
+                level.devices,
+                level.gb_per_s,
+                efficiency[level.links],
+                below,
+                level.oversubscription,
+                level.latency_us * 1e-6,
+                level.port_gb_per_s,
+                level.all_to_all_gb_per_s or math.inf,
             )
-            for level in self.levels
+            for below, level in zip(self.units, self.levels, strict=False)
         ]
         inside = Link(self.devices_per_node, self.intra_node_gb_per_s, fitted.intra_node)
-        return inside, *levels, Link(math.inf, self.inter_node_gb_per_s, fitted.inter_node)
+        network = Link(
+            math.inf,
+            self.inter_node_gb_per_s,
+            fitted.inter_node,
+            self.units[-1],
+            port_gb_per_s=self.inter_node_port_gb_per_s,
+        )
+        return inside, *levels, network
 
     @functools.cached_property
     def units(self) -> tuple[int, ...]:

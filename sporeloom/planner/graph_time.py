@@ -7,11 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from sporeloom.planner.cluster import Cluster
-from sporeloom.planner.members import counterparts
-from sporeloom.planner.rates import MESSAGE_S, all_reduce, float32_speed, sent_to_all, slowest_ring
+from sporeloom.planner.collectives import collective
+from sporeloom.planner.rates import float32_speed
 
-HALVES = ("AllGather", "ReduceScatter")
-"""Collectives that are half of an all-reduce."""
+MESSAGES = {"Send": "Message", "Receive": "Message"}
 
 
 @dataclass(frozen=True)
@@ -34,36 +33,30 @@ class GraphTime:
 def graph_time(
     flops: float,
     passed_bytes: float,
-    collectives: Iterable[tuple[str, float, Sequence[int]]],
+    collectives: Iterable[tuple[int, str, float, Sequence[int]]],
     cluster: Cluster,
     *,
     in_float32: bool,
     idle: float = 0.0,
     stage_size: int = 0,
+    devices: int = 0,
 ) -> GraphTime:
     """Estimate the time of a rank on `cluster`.
 
     Args:
         flops: of all matrix products.
         passed_bytes: of the results of all other operators.
-        collectives: kind, bytes of the full tensor per step, and the ranks that take part.
+        collectives: how many in a step, kind, bytes of the full tensor, and the ranks that take part.
         in_float32: products are; else in half precision.
         idle: for what share of its work a stage waits in a pipeline.
         stage_size: ranks of a stage, which wait for the slowest of their groups; 0: for the one given.
+        devices: of the job, whose other stages send meanwhile, too.
     """
     fitted = cluster.fitted
     matmul = flops / (cluster.peak_tflops * 1e12 * fitted.matmul * (float32_speed(cluster) if in_float32 else 1.0))
     memory = 2 * passed_bytes / (cluster.memory_gb_per_s * 1e9 * fitted.memory)
-    communication = sum(_seconds(kind, size, ranks, cluster, stage_size) for kind, size, ranks in collectives)
+    communication = sum(
+        count * collective(cluster, MESSAGES.get(kind, kind), size, sorted(ranks), stage_size, devices).seconds
+        for count, kind, size, ranks in collectives
+    )
     return GraphTime(matmul, memory, communication, idle * (matmul + memory))
-
-
-def _seconds(kind: str, num_bytes: float, ranks: Sequence[int], cluster: Cluster, stage_size: int) -> float:
-    groups = counterparts(cluster.units, tuple(sorted(ranks)), stage_size)
-    if kind == "AlltoAll":
-        sent = max(sent_to_all(cluster, members, num_bytes) for members in groups)
-        return sent + (len(ranks) - 1) * MESSAGE_S
-    bandwidth = slowest_ring(cluster, groups)
-    if kind in ("Send", "Receive"):
-        return num_bytes / bandwidth
-    return all_reduce(num_bytes, len(ranks), bandwidth) / (2 if kind in HALVES else 1)

@@ -9,9 +9,10 @@ import math
 from dataclasses import dataclass
 
 from sporeloom.planner.dimensions import Dimensions
+from sporeloom.planner.members import every
 from sporeloom.planner.memory import head_columns
 from sporeloom.planner.parallelism import Parallelism
-from sporeloom.planner.rates import KERNEL_HEAD, Rates, all_reduce, all_to_all, group_bandwidth
+from sporeloom.planner.rates import KERNEL_HEAD, Rates, all_reduce, all_to_all, axes_bandwidth, groups_along
 
 SCORE_PASSES = 6.5  # products write and read scores; scale, mask, softmax and dropout pass over them
 TP_OVERLAP = (
@@ -133,19 +134,22 @@ def _exchange(dims: Dimensions, job: Parallelism, rates: Rates, tokens: float, r
     h, parts, width = dims.hidden_size, job.parts_of_expert, rates.width
     if job.computes_own_rows(dims):
         ranks, added_up = job.gathers_tokens_of, tokens
-        ring = group_bandwidth(rates.cluster, ranks, job.cp * job.tp, job.devices)
+        experts = job.mesh.expert_axes[1] if job.ep <= job.dp else "dp"
+        ring = axes_bandwidth(rates.cluster, job, (experts,), ranks, job.cp * job.tp)
         sent = all_reduce(width * ranks * tokens * h, ranks, ring)  # both together
         if dims.mlp_bias:
             added_up = tokens * job.sorted_rows(dims)
             if parts < job.tp:  # biases, sharded by features in their table and by experts as rows: forward alone
                 moved = (dims.mlp_matrices - 1) * width * added_up * dims.expert_ffn_size
-                once = all_to_all(rates.cluster, moved / parts, job.tp // parts, 1, devices=job.devices)
+                groups = every(rates.cluster.units, job.tp // parts, 1, job.devices)
+                once = all_to_all(rates.cluster, moved / parts, groups)
                 sent += (once + all_reduce(moved, parts, rates.tp) / 2) / 2  # mean of both passes
         return sent, all_reduce(width * added_up * h, job.tp, rates.tp)
     times = dims.experts_per_token if job.sends_once else 0
     num_bytes = width * rows * h / (parts if job.sends_once else 1)  # and tensor parallel ranks gather what each got
     stride = job.cp * (job.tp if parts == job.tp else 1)  # ep is a part of dp, the outer axis
-    once = all_to_all(rates.cluster, num_bytes, job.ep, stride, devices=job.devices, copies=times)
+    groups = groups_along(rates.cluster, job, ("ep",), job.ep, stride)
+    once = all_to_all(rates.cluster, num_bytes, groups, times)
     added_up = tokens if job.sends_once else rows  # a token's experts first, or what the ranks have of each row
     reduced = all_reduce(width * added_up * h, parts, rates.tp) if parts > 1 else 0.0
     return 2 * once, reduced

@@ -36,6 +36,8 @@ class Parallelism:
     cp: int = 1
     ulysses: bool = False
     """cp swaps heads and tokens in all-to-alls; else it gathers keys and values."""
+    order: tuple[str, ...] = AXES
+    """The mesh axes, outer to inner: ranks that differ in the last one are neighbours."""
     ep: int = 1
     """Number of ranks along dp (and cp) that the experts are sharded over."""
     expert_tp: int = 0
@@ -147,7 +149,7 @@ class Parallelism:
 
     @property
     def mesh(self) -> Mesh:
-        return Mesh(**{axis: getattr(self, axis) for axis in BY_NAME})
+        return Mesh(order=self.order, **{axis: getattr(self, axis) for axis in BY_NAME})
 
     @property
     def devices(self) -> int:

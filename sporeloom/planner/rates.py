@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
-from sporeloom.planner.cluster import Cluster, Link
+from sporeloom.planner.cluster import Cluster
 from sporeloom.planner.dimensions import Dimensions
-from sporeloom.planner.members import Members, every
+from sporeloom.planner.members import Members, along, every
 from sporeloom.planner.parallelism import Parallelism
+from sporeloom.strategy.axes import AXES
 
 FLOAT32_SPEED = 0.5  # of matrix products, relative to bf16: no published run in the fit computes so
 KERNEL_HEAD = 128  # fused attention kernels take as long for narrower heads
@@ -23,12 +25,8 @@ def ring_bandwidth(cluster: Cluster, members: Members) -> float:
     Rings that leave a server share its links: of a group with k members in a server each member brings one device's link.
     The same holds for each level; one that connects no further members is not used.
     """
-    inside, *others = cluster.links
-    rate = inside.rate()
-    for link, below, within in zip(others, members, members[1:], strict=False):
-        if below < within:
-            rate = min(rate, link.rate(below))
-    return rate * 1e9
+    levels = [level for level in reached(cluster, members) if level.below < level.within]
+    return min((level.below * level.bytes_per_s for level in levels), default=cluster.links[0].rate(1) * 1e9)
 
 
 def slowest_ring(cluster: Cluster, groups: Iterable[Members]) -> float:
@@ -36,16 +34,65 @@ def slowest_ring(cluster: Cluster, groups: Iterable[Members]) -> float:
     return min(ring_bandwidth(cluster, members) for members in groups)
 
 
-def group_bandwidth(cluster: Cluster, size: int, stride: int, devices: int = 0) -> float:
+def levels_bandwidth(cluster: Cluster, members: Members) -> float:
+    """The same where one level after the other gathers, or adds up: across servers each device moves what the others of its
+    server do not."""
+    if members.size == 1:
+        return ring_bandwidth(cluster, members)
+    levels = reached(cluster, members)
+    seconds = sum((1 / level.below - 1 / level.within) / level.bytes_per_s for level in levels)
+    return (members.size - 1) / members.size / seconds
+
+
+def group_bandwidth(cluster: Cluster, size: int, stride: int, devices: int = 0, *, as_library: bool = False) -> float:
     """Bytes/s at which a ring through every `stride`-th device moves data, for one device: the slowest such ring in a job of
-    so many devices."""
-    return slowest_ring(cluster, every(cluster.units, size, stride, devices))
+    so many devices. `as_library`: what the chip's library reaches, which may go level by level."""
+    return _slowest(cluster, every(cluster.units, size, stride, devices), as_library)
 
 
-def reached(cluster: Cluster, members: Members) -> Iterator[tuple[Link, int]]:
-    """Links of each level, and how many other members of a group they are the shortest way to."""
-    for link, below, within in zip(cluster.links, [1, *members], members, strict=False):
-        yield link, within - below
+def axes_bandwidth(cluster: Cluster, job: Parallelism, axes: tuple[str, ...], size: int, stride: int) -> float:
+    """The same of the groups of a job along some mesh axes, which are every `stride`-th of `size` ranks in the usual
+    order."""
+    return _slowest(cluster, groups_along(cluster, job, axes, size, stride), job.own_graphs)
+
+
+def groups_along(
+    cluster: Cluster, job: Parallelism, axes: tuple[str, ...], size: int, stride: int
+) -> frozenset[Members]:
+    """Members of the groups of a job along some mesh axes, see `axes_bandwidth`."""
+    if job.order == AXES:
+        return every(cluster.units, size, stride, job.devices)
+    mesh = job.mesh
+    if "ep" in axes and mesh.ep > mesh.dp:
+        axes = mesh.expert_parts[1]
+    return along(cluster.units, mesh, axes)
+
+
+def _slowest(cluster: Cluster, groups: Iterable[Members], as_library: bool) -> float:
+    if not (as_library and cluster.goes_by_levels):
+        return slowest_ring(cluster, groups)
+    return min(max(ring_bandwidth(cluster, each), levels_bandwidth(cluster, each)) for each in groups)
+
+
+class Reached(NamedTuple):
+    """Part of one level's links that a group uses."""
+
+    below: int
+    """Members in a unit below."""
+    within: int
+    """Members that the level connects."""
+    bytes_per_s: float
+    """Bandwidth of one device."""
+    all_to_all_bytes_per_s: float
+    latency_s: float
+
+
+def reached(cluster: Cluster, members: Members) -> Iterator[Reached]:
+    """The links of each level, in order."""
+    of_levels = zip(cluster.links, (1, *members.counts), members.counts, members.senders, strict=False)
+    for link, below, within, senders in of_levels:
+        all_to_all = link.all_to_all_rate(senders) * cluster.share_of_all_to_all(link)
+        yield Reached(below, within, link.rate(senders) * 1e9, all_to_all * 1e9, link.latency_s)
 
 
 def float32_speed(cluster: Cluster) -> float:
@@ -59,7 +106,7 @@ def ring_latency(cluster: Cluster, size: int, stride: int, devices: int = 0) -> 
     the next. An all-reduce has twice as many."""
     if size == 1:
         return 0.0
-    servers = max(math.ceil(size / members[0]) for members in every(cluster.units, size, stride, devices))
+    servers = max(math.ceil(size / members.counts[0]) for members in every(cluster.units, size, stride, devices))
     between = servers if servers > 1 else 0
     return max(0, size - 1 - between) * RING_HOP_S + between * NETWORK_HOP_S
 
@@ -71,26 +118,22 @@ def all_reduce(num_bytes: float, size: int, bandwidth: float) -> float:
 
 def sent_to_all(cluster: Cluster, members: Members, num_bytes: float, copies: int = 0) -> float:
     """Seconds that the links of a device take for an all-to-all, see `all_to_all`; without starting messages."""
-    size = members[-1]
+    size = members.size
     seconds = 0.0
-    for number, (link, others) in enumerate(reached(cluster, members)):
-        sent = num_bytes
+    for number, level in enumerate(reached(cluster, members)):
+        others, sent = level.within - level.below, num_bytes
         if copies:  # a library: each place that has some of them gets one
-            places = size / members[0] if number else size
+            places = size / members.counts[0] if number else size
             sent *= places * (1 - (1 - 1 / places) ** copies) / copies
-        rate = link.gb_per_s * cluster.share_of_all_to_all(link) / link.oversubscription * 1e9
-        seconds += others / size * sent / rate + others * link.latency_s
+        seconds += others / size * sent / level.all_to_all_bytes_per_s + others * level.latency_s
     return seconds
 
 
-def all_to_all(
-    cluster: Cluster, num_bytes: float, size: int, stride: int, *, devices: int = 0, copies: int = 0
-) -> float:
-    """Seconds in which every device sends each of `size`, every `stride`-th, its part of `num_bytes`: within a node over its
-    links, to others over the device's own, each message after the other. The slowest group of a job of so many `devices`.
-    `copies`: of what each row is among them, of which a device or another node is sent one, by a library for experts."""
-    groups = every(cluster.units, size, stride, devices)
-    return max(sent_to_all(cluster, members, num_bytes, copies) for members in groups) + (size - 1) * MESSAGE_S
+def all_to_all(cluster: Cluster, num_bytes: float, groups: Iterable[Members], copies: int = 0) -> float:
+    """Seconds in which every device of a group sends each other its part of `num_bytes`: within a node over its links, to
+    others over the device's own, each message after the other. The slowest of the groups. `copies`: of what each row is among
+    them, of which a device or another node is sent one, by a library for experts."""
+    return max(sent_to_all(cluster, members, num_bytes, copies) + (members.size - 1) * MESSAGE_S for members in groups)
 
 
 class Rates:
@@ -107,7 +150,7 @@ class Rates:
         self.bytes = cluster.memory_gb_per_s * 1e9 * fitted.memory
         self.overhead = fitted.layer_overhead_us * 1e-6 if job.captured == "none" else 0.0
         self.expert_overhead = self.experts.layer_overhead_us * 1e-6 if job.captured != "all" else 0.0
-        self.tp = group_bandwidth(cluster, job.tp, 1, job.devices)
+        self.tp = axes_bandwidth(cluster, job, ("tp",), job.tp, 1)
         self.width = job.activation_bytes
         self.factor_width = 1 if job.precision == "fp8" else self.width
 

@@ -22,7 +22,7 @@ from sporeloom.planner.memory import (
 )
 from sporeloom.planner.parallelism import Parallelism
 from sporeloom.planner.parts_time import head_passes, layer_passes, times
-from sporeloom.planner.rates import Rates, all_reduce, group_bandwidth, ring_latency, slowest_ring
+from sporeloom.planner.rates import Rates, all_reduce, axes_bandwidth, ring_latency, slowest_ring
 from sporeloom.strategy.listed_schedule import Pass
 from sporeloom.strategy.schedule import idle_microbatches, splits_backward
 from sporeloom.strategy.schedule import times as schedule_times
@@ -177,12 +177,14 @@ def _data_parallel(
     if job.replicas == 1:
         return 0.0, 0.0
     parameters: float = max(stage_parameters(dims, job))
-    ring = (job.replicas - 1) / job.replicas / group_bandwidth(cluster, job.replicas, job.tp, job.devices)
+    bandwidth = axes_bandwidth(cluster, job, ("dp", "cp"), job.replicas, job.tp)
+    ring = (job.replicas - 1) / job.replicas / bandwidth
     same = max(
         1, job.replicas * job.tp // (job.ep * job.parts_of_expert)
     )  # ranks that hold the same experts, far apart
     apart = job.devices // job.pp // same
-    experts = (same - 1) / same / group_bandwidth(cluster, same, apart, job.devices)
+    axes = (*job.mesh.expert_parts[0], "cp")
+    experts = (same - 1) / same / axes_bandwidth(cluster, job, axes, same, apart)
     parameters += max(expert_parameters(dims, job)) * experts / ring  # as if they went the others' way
     hops = 0.0
     if not job.own_graphs:  # of a ring; our graphs have rounds, of which there are few

@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,6 +35,9 @@ class Job:
     """Time for which training waits for a checkpoint."""
     write_s: float = 0.0
     """Time for which the checkpoint is written after that, while training continues; only then it can be restored."""
+    copies_per_checkpoint: int = 1
+    """Number of checkpoints for each that is written. The others are in the memory of other servers, and lost if a failure
+    takes several servers at once."""
     restart_s: float = 0.0
     """Time from a failure until training continues: detection, start, compilation, loading."""
     repair_s: float = 0.0
@@ -74,6 +78,16 @@ class Outcome:
     interruptions: Counter[str] = field(default_factory=Counter)
 
 
+class Span(NamedTuple):
+    """Something that a run does for a while."""
+
+    row: str
+    """training, checkpoints, down or repairs."""
+    name: str
+    start_s: float
+    end_s: float
+
+
 class Draw:
     """Random failures: waiting times and components."""
 
@@ -90,22 +104,26 @@ class Draw:
         return seconds, int(self.random.choice(len(each), p=[rate / total for rate in each]))
 
 
-def run_job(job: Job, rates: FaultRates, seed: int, run: int) -> Outcome:
+def run_job(job: Job, rates: FaultRates, seed: int, run: int, spans: list[Span] | None = None) -> Outcome:
     """Simulate one run.
+
+    Args:
+        spans: to which all that it does is added, if given.
 
     Raises:
         EndlessError: it takes MAX_TIME times as long as without failures.
     """
-    return _Run(job, Draw(rates, seed, run)).finish()
+    return _Run(job, Draw(rates, seed, run), spans).finish()
 
 
 class _Run:
     """Clock, progress and servers of a run."""
 
-    def __init__(self, job: Job, draw: Draw):
-        self.job, self.draw, self.outcome = job, draw, Outcome()
+    def __init__(self, job: Job, draw: Draw, spans: list[Span] | None = None):
+        self.job, self.draw, self.outcome, self.spans = job, draw, Outcome(), spans
         self.clock = self.work = self.saved = 0.0
         self.pending: tuple[float, float] | None = None  # when the newest checkpoint can be restored, and its work
+        self.copied, self.copies = 0.0, 0  # work of the newest copy in memory, and copies since the last checkpoint
         self.since = 0.0  # training since the last checkpoint
         self.pause_left = 0.0
         self.spares = job.num_spares
@@ -165,7 +183,7 @@ class _Run:
             cycle = job.interval_s + job.pause_s
             left = (job.work_s - self.work) / speed
             cycles = (min(until, self.clock + 2 * left) - self.clock) // cycle
-            count = int(min(cycles, left // job.interval_s)) if not self.since else 0
+            count = int(min(cycles, left // job.interval_s)) if not self.since and self.spans is None else 0
             if count:
                 self.skip(count, speed)
                 continue
@@ -182,7 +200,12 @@ class _Run:
         self.clock = max(self.clock, until)
         return False
 
+    def note(self, row: str, name: str, start_s: float, end_s: float) -> None:
+        if self.spans is not None and end_s > start_s:
+            self.spans.append(Span(row, name, start_s, end_s))
+
     def progress(self, seconds: float, speed: float) -> None:
+        self.note("training", f"training at {speed:.1%}", self.clock, self.clock + seconds)
         self.clock += seconds
         self.work += seconds * speed
         complete = self.job.speed(self.missing)
@@ -191,6 +214,7 @@ class _Run:
 
     def pause(self, until: float) -> None:
         seconds = min(self.pause_left, until - self.clock)
+        self.note("checkpoints", "checkpoint", self.clock, self.clock + seconds)
         self.clock += seconds
         self.pause_left -= seconds
         self.outcome.paused_s += seconds
@@ -203,33 +227,50 @@ class _Run:
         self.progress(count * job.interval_s, speed)
         self.clock += count * job.pause_s
         self.outcome.paused_s += count * job.pause_s
-        if count > 1:
-            self.saved, self.pending = self.work - job.interval_s * speed, None
-        self.saved_now(self.clock)
+        written, self.copies = divmod(self.copies + count, job.copies_per_checkpoint)
+        work = self.work - self.copies * job.interval_s * speed  # of the last one that is written
+        if written > 1:
+            self.saved, self.pending = work - job.copies_per_checkpoint * job.interval_s * speed, None
+        if written:
+            self.write(self.clock - self.copies * (job.interval_s + job.pause_s), work)
+        self.copied = self.work
 
     def saved_now(self, time: float) -> None:
-        """A checkpoint is taken. The one before is written by now, because intervals are longer than writing takes."""
+        """A checkpoint is taken, in memory or to be written."""
+        self.copied, self.copies = self.work, self.copies + 1
+        if self.copies == self.job.copies_per_checkpoint:
+            self.copies = 0
+            self.write(time, self.work)
+
+    def write(self, time: float, work: float) -> None:
+        """Begin to write a checkpoint. The one before is written by now, because intervals are longer than writing takes."""
         if self.pending:
             self.saved = self.pending[1]
-        self.pending = (time + self.job.write_s, self.work)
+        self.pending = (time + self.job.write_s, work)
 
     # Failures
 
     def fail(self) -> None:
         self.restore()
-        self.restart(self.lose_server(self.component))
+        self.restart(self.lose_server(self.component), self.draw.rates.names[self.component])
 
-    def restart(self, until: float) -> None:
+    def restart(self, until: float, name: str = "restart") -> None:
         """Wait until training can continue, and for each restart that fails as well."""
-        left = self.down(until)
+        left = self.down(until, name)
         while left > 0:
-            left = self.down(self.lose_server(self.component))
+            self.restore()  # what several servers had in memory is lost now, too
+            left = self.down(self.lose_server(self.component), self.draw.rates.names[self.component])
 
     def restore(self) -> None:
         if self.pending and self.pending[0] <= self.clock:
             self.saved = self.pending[1]
-        self.outcome.lost_s += self.work - self.saved
-        self.work, self.pending, self.since, self.pause_left = self.saved, None, 0.0, 0.0
+        if self.job.copies_per_checkpoint > 1 and self.draw.rates.num_taken[self.component] < 2:
+            found = self.copied
+        else:
+            found, self.copies = self.saved, 0
+        self.outcome.lost_s += self.work - found
+        self.work = self.copied = found
+        self.pending, self.since, self.pause_left = None, 0.0, 0.0
 
     def lose_server(self, component: int) -> float:
         """Note a failure and take its servers out. Returns the time at which training can continue."""
@@ -239,6 +280,7 @@ class _Run:
         taken = min(rates.num_taken[component], job.num_servers - self.missing)
         for _ in range(taken if job.repair_s else 0):
             heapq.heappush(self.repairs, self.clock + job.repair_s)
+            self.note("repairs", rates.names[component], self.clock, self.clock + job.repair_s)
             if self.spares:
                 self.spares -= 1
             else:
@@ -257,11 +299,12 @@ class _Run:
             else:
                 self.spares += 1
 
-    def down(self, until: float) -> float:
+    def down(self, until: float, name: str = "restart") -> float:
         """Wait until training can continue. Returns the seconds that are left of that at the next failure, or 0."""
         self.draw_failure()
         end = min(until, self.failure)
         self.outcome.down_s += end - self.clock
+        self.note("down", name, self.clock, end)
         self.clock = end
         return until - end
 
@@ -284,11 +327,13 @@ class _Run:
         for seconds in (self.pause_left, self.job.pause_s + self.job.write_s):
             end = min(self.clock + seconds, self.failure)
             self.outcome.paused_s += end - self.clock
+            self.note("checkpoints", "checkpoint", self.clock, end)
             self.clock = end
             if self.clock >= self.failure:
                 self.fail()
                 return False
         self.saved, self.pending, self.since, self.pause_left = self.work, None, 0.0, 0.0
+        self.copied, self.copies = self.work, 0
         return True
 
 

@@ -106,7 +106,7 @@ class Mesh:
     def uneven_groups(self) -> str:
         """Axes within a stage whose groups MindSpore refuses on the first Ascend 910, and only there; for
         messages."""
-        axes = (f"{axis} {n}" for axis, n in self.sharding_axes.items() if not _is_even(n, self._stride(axis)))
+        axes = (f"{axis} {n}" for axis, n in self.sharding_axes.items() if not _is_even(n, self.stride(axis)))
         return " and ".join(axes)
 
     @property
@@ -157,11 +157,11 @@ class Mesh:
         if outer or inner:
             place, rest = self.coordinate(rank, name), self.degree(name) // (outer or inner)
             return place // rest if outer else place % rest
-        return rank // self._stride(axis) % self.degree(axis)
+        return rank // self.stride(axis) % self.degree(axis)
 
     def rank_at(self, coordinates: Mapping[str, int]) -> int:
         """The rank at these coordinates; 0 along the axes that are not given."""
-        return sum(self._stride(axis) * place for axis, place in coordinates.items())
+        return sum(self.stride(axis) * place for axis, place in coordinates.items())
 
     def group(self, rank: int, *axes: str) -> list[int]:
         """The ranks that differ from `rank` in their coordinates along `axes` only, ascending, including itself."""
@@ -169,7 +169,7 @@ class Mesh:
             further = (part for part in self.expert_parts[1] if part_of_axis(part)[0] not in axes)
             axes = (*(axis for axis in axes if axis != "ep"), *further)
         axes = tuple(axis for axis in axes if axis != "ep" or "dp" not in axes)  # a part of it
-        base = rank - sum(self._stride(axis) * self.coordinate(rank, axis) for axis in axes)
+        base = rank - sum(self.stride(axis) * self.coordinate(rank, axis) for axis in axes)
         places = itertools.product(*(range(self.degree(axis)) for axis in axes))
         return sorted(base + self.rank_at(dict(zip(axes, place, strict=True))) for place in places)
 
@@ -177,7 +177,8 @@ class Mesh:
         """The ranks of one pipeline stage."""
         return range(stage * self.stage_size, (stage + 1) * self.stage_size)
 
-    def _stride(self, axis: str) -> int:
+    def stride(self, axis: str) -> int:
+        """Distance of ranks that are neighbours along `axis`, or along a part of one."""
         name, outer, _ = part_of_axis("dp" if axis == "ep" else axis)
         inner = math.prod(self.degree(further) for further in self.order[self.order.index(name) + 1 :])
         return inner * (self.degree(name) // outer if outer else 1)

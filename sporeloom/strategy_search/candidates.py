@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from sporeloom.core.shipped import DECODER, EXPERTS
@@ -87,10 +87,10 @@ def _runs(counts: Sequence[int]) -> str:
 def meshes(request: TuneRequest, max_meshes: int) -> list[Parallelism]:
     """The planner's meshes and microbatch sizes, the fastest first, then those that do not fit by memory; with experts also
     meshes whose experts are sharded over a part of tp."""
-    found: dict[tuple[int, ...], Parallelism] = {}
+    found: dict[tuple[Hashable, ...], Parallelism] = {}
     for option in search(request.plan):
         job = option.job
-        found.setdefault((job.dp, job.tp, job.pp, job.cp, job.ep, job.microbatch), job)
+        found.setdefault((job.order, job.dp, job.tp, job.pp, job.cp, job.ep, job.microbatch), job)
     chosen, experts = list(found.values())[:max_meshes], request.plan.dims.num_experts
     for job in [job for job in chosen if experts and job.pp == 1 and job.ep == job.dp]:
         wider = (job.dp * parts for parts in divisors(job.tp) if parts > 1)

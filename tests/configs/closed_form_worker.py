@@ -34,7 +34,7 @@ def both(flags):
     options = (run.batch_size, run.seq_len), False, run.config.accumulate, run.task
     partitioned = partition_model(run.config.model, run.model, run.strategy, *options)
     mesh, cluster = run.strategy.mesh, read_cluster(Path("ascend910b"))
-    simulated = max(of.end for of in step_times(partitioned, DeviceModel(cluster, mesh.stage_size)).values())
+    simulated = max(of.end for of in step_times(partitioned, DeviceModel(cluster, mesh.stage_size, mesh.size)).values())
     dims = of_decoder(run.model, run.seq_len)
     job = job_of(run.strategy, run.model, run.batch_size, run.config.accumulate)
     held = [activation_peak(memory_timeline(partitioned, stage * mesh.stage_size)) for stage in range(mesh.pp)]

@@ -32,7 +32,7 @@ def step(flags):
     options = (run.batch_size, run.seq_len), False, run.config.accumulate, run.task
     partitioned = partition_model(run.config.model, run.model, run.strategy, *options)
     cluster = read_cluster(Path("ascend910b"))
-    times = step_times(partitioned, DeviceModel(cluster, run.strategy.mesh.stage_size))
+    times = step_times(partitioned, DeviceModel(cluster, run.strategy.mesh.stage_size, run.strategy.mesh.size))
     counted = {}
     reports = [rank_report(partitioned, rank) for rank in times]
     for report in reports:

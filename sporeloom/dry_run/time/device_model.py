@@ -3,17 +3,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from sporeloom.planner.cluster import Cluster
-from sporeloom.planner.members import Members, counterparts
-from sporeloom.planner.rates import KERNEL_HEAD, MESSAGE_S, float32_speed, ring_bandwidth, sent_to_all
+from sporeloom.planner.collectives import Choice, collective
+from sporeloom.planner.rates import KERNEL_HEAD, float32_speed
 
 KERNELS_OF_LAYER = 16
 """Kernels of a dense layer's forward pass after fusion: the fit counts launches and gaps by layer."""
-HALVES = ("AllGather", "ReduceScatter")
-"""Collectives that are half of an all-reduce."""
 MISALIGNED = 12
 """Factor of the time of attention whose heads miss the matrix unit (docs/explanation/planner.md)."""
 
@@ -21,11 +18,12 @@ MISALIGNED = 12
 class DeviceModel:
     """Costs on one device of a cluster. Each kernel also costs `launch` seconds, each call of a graph `graph` seconds.
 
-    `stage_size`: ranks of a pipeline stage, which wait for the slowest of their groups; 0: for the one given.
+    `stage_size`: ranks of a pipeline stage, which wait for the slowest of their groups; 0: for the one given. `devices`: of
+    the job, whose stages send at once.
     """
 
-    def __init__(self, cluster: Cluster, stage_size: int = 0):
-        fitted, self.cluster, self.stage_size = cluster.fitted, cluster, stage_size
+    def __init__(self, cluster: Cluster, stage_size: int = 0, devices: int = 0):
+        fitted, self.cluster, self.stage_size, self.devices = cluster.fitted, cluster, stage_size, devices
         self.flops = cluster.peak_tflops * 1e12 * fitted.matmul
         self.attention_flops = cluster.peak_tflops * 1e12 * fitted.attention
         self.bytes = cluster.memory_gb_per_s * 1e9 * fitted.memory
@@ -34,7 +32,6 @@ class DeviceModel:
         self.launch, self.graph = launch_us * 1e-6, fitted.graph_us * 1e-6
         measured = cluster.measured[0] if cluster.measured else None
         self.operators = {line.kind: line for line in measured.operators} if measured else {}
-        self.collectives = {(line.kind, line.ranks): line for line in measured.collectives} if measured else {}
 
     def product(self, flops: float, moved_bytes: float, in_float32: bool) -> float:
         """A matrix product: its arithmetic, then each matrix once through memory."""
@@ -60,39 +57,11 @@ class DeviceModel:
         """Moving bytes to the host or back."""
         return moved_bytes / (self.cluster.host_gb_per_s * 1e9)
 
-    def collective(self, kind: str, num_bytes: float, ranks: Sequence[int]) -> float:
-        """A collective or message.
-
-        Ranks double or halve what they have in each of log2(n) rounds, which moves no more than a ring and starts fewer
-        messages; an all-to-all sends each rank its own.
+    def collective(self, kind: str, num_bytes: float, ranks: Sequence[int]) -> Choice:
+        """Algorithm and seconds of a collective or message.
 
         Args:
             num_bytes: of the unsharded tensor.
             ranks: that take part, in ascending order.
         """
-        size = len(ranks)
-        if size == 1:
-            return 0.0
-        if line := self.collectives.get((kind, size)):
-            return line.seconds(num_bytes)
-        groups = counterparts(self.cluster.units, tuple(ranks), self.stage_size)
-        return max(self._between(kind, num_bytes, members) for members in groups)
-
-    def _between(self, kind: str, num_bytes: float, members: Members) -> float:
-        """Seconds of a collective whose members lie so."""
-        size, bandwidth = members[-1], ring_bandwidth(self.cluster, members)
-        if kind == "Message":
-            return num_bytes / bandwidth + MESSAGE_S + self._rounds_latency(members)
-        if kind == "AlltoAll":
-            return sent_to_all(self.cluster, members, num_bytes) + (size - 1) * MESSAGE_S
-        rounds = math.ceil(math.log2(size)) * MESSAGE_S + self._rounds_latency(members)
-        half = (size - 1) / size * num_bytes / bandwidth + rounds
-        return half if kind in HALVES else 2 * half
-
-    def _rounds_latency(self, members: Members) -> float:
-        """Seconds that messages between servers take longer in the rounds of a collective: in those that reach as far as
-        each level."""
-        return sum(
-            math.ceil(math.log2(within / below)) * link.latency_s
-            for link, below, within in zip(self.cluster.links, [1, *members], members, strict=False)
-        )
+        return collective(self.cluster, kind, num_bytes, ranks, self.stage_size, self.devices)

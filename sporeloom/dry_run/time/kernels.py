@@ -229,7 +229,14 @@ class _Costs:
         (type, *_), (ranks, crosses) = node.types, self.of.group(node)
         size = num_bytes(type) * (len(ranks) if node.kind == "ReduceScatter" else 1)
         kind = COLLECTIVES[node.kind]
-        seconds = self.of.device.collective(kind, size, ranks)
+        algorithm, seconds = self.of.device.collective(kind, size, ranks)
         meets = (node.outputs[0], tuple(ranks)) if crosses else None
         axes, name = self.of.group_axes(node), f"{kind} of {len(ranks)}"
-        return Task(name, kind, COMMUNICATION, seconds, needs=needs, meets=meets, num_bytes=size, group=axes)
+        return Task(
+            *(name, kind, COMMUNICATION, seconds),
+            needs=needs,
+            meets=meets,
+            num_bytes=size,
+            group=axes,
+            algorithm=algorithm,
+        )

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from sporeloom.core.html_report import size
 from sporeloom.dry_run.time.simulate import COMPUTE, RankTime, critical_path
 from sporeloom.planner.cluster import Cluster
 from sporeloom.planner.dimensions import Dimensions
@@ -31,8 +34,23 @@ def step_report(
         "hfu": sum(of.flops() for of in step.values()) / len(step) / peak,
         "critical_path": _sorted(critical_path(step)),
         "closed_form": vars(step_time(dims, job, cluster, adapters=adapters)),
+        "collectives": collectives(step.values()),
         "stages": [_stage(stage, rank, of, seconds) for stage, (rank, of) in enumerate(sorted(step.items()))],
     }
+
+
+def collectives(ranks: Iterable[RankTime]) -> list[dict[str, Any]]:
+    """Calls and sizes of each kind of collective, by its ranks and algorithm."""
+    sizes = defaultdict[tuple[str, int, str], list[int]](list)
+    for of in ranks:
+        for task in of.all_tasks():
+            if task.algorithm:
+                members = math.prod(len(axis.chosen) for axis in task.group)
+                sizes[task.kind, members, task.algorithm].append(task.num_bytes)
+    return [
+        {"kind": kind, "ranks": members, "algorithm": algorithm, "calls": len(of), "bytes": [min(of), max(of)]}
+        for (kind, members, algorithm), of in sorted(sizes.items())
+    ]
 
 
 def _stage(stage: int, rank: int, of: RankTime, seconds: float) -> dict[str, Any]:
@@ -78,6 +96,11 @@ def lines(time: dict[str, Any]) -> list[str]:
         f"HFU {time['hfu']:.1%}; closed form {sum(time['closed_form'].values()) * 1e3:,.2f} ms",
         f"  critical path, ms: {shown(time['critical_path'])}",
     ]
+    algorithms = [
+        f"{of['kind']} of {of['ranks']} by {of['algorithm']} ({' to '.join(dict.fromkeys(map(size, of['bytes'])))})"
+        for of in time["collectives"]
+    ]
+    found += [f"  algorithms: {'; '.join(algorithms)}"] if algorithms else []
     for stage in time["stages"]:
         hidden = {k: s - stage["exposed"].get(k, 0.0) for k, s in stage["communication"].items()}
         hidden = {kind: part for kind, part in hidden.items() if part > 1e-3 * seconds}

@@ -112,7 +112,7 @@ class TimedExchange:
 
     def _message(self, kind: str, source: int, target: int, tag: Hashable, size: int, needs: tuple[int, ...]) -> int:
         peer = target if kind == "Send" else source
-        seconds = self.device.collective("Message", size, sorted((source, target)))
+        seconds = self.device.collective("Message", size, sorted((source, target))).seconds
         name = f"{kind} {'to' if kind == 'Send' else 'from'} {peer}"
         stream = f"from {source} to {target}"  # each direction has a group, and so a stream
         pair, meets = (source, target), (source, target, tag)

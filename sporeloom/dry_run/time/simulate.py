@@ -55,6 +55,8 @@ class Task:
     """The ranks of a collective."""
     pair: tuple[int, int] = (0, 0)
     """Source and target of a message."""
+    algorithm: str = ""
+    """Algorithm of a collective."""
 
 
 def _add(found: defaultdict[str, float], more: Mapping[str, float]) -> None:
@@ -135,9 +137,17 @@ class RankTime:
         if self.end > clock:
             yield clock, self.end
 
+    def all_tasks(self) -> Iterator[Task]:
+        """The tasks, with those of graphs in place of what stands for them."""
+        for task in self.tasks:
+            if task.inside:
+                yield from task.inside.all_tasks()
+            else:
+                yield task
+
     def flops(self) -> int:
         """FLOPs of matrix products."""
-        return sum(task.inside.flops() if task.inside else task.flops for task in self.tasks)
+        return sum(task.flops for task in self.all_tasks())
 
     def communication(self) -> dict[str, float]:
         """Seconds of all communication, hidden or not, by kind."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from sporeloom.dry_run.time.simulate import COMPUTE, RankTime
+from sporeloom.dry_run.time.simulate import COMPUTE, RankTime, Task
 
 MICROSECOND = 1e-6
 GRAPHS = "graphs"
@@ -27,12 +27,13 @@ def trace(step: Mapping[int, RankTime]) -> dict[str, Any]:
                 "ph": "X",
                 "pid": rank,
                 "tid": threads.setdefault(stream, len(threads)),
-                "name": name,
-                "cat": kind,
+                "name": task.name,
+                "cat": task.kind,
                 "ts": round(start / MICROSECOND, 3),
                 "dur": round((end - start) / MICROSECOND, 3),
+                **_about_collective(task),
             }
-            for stream, name, kind, start, end in _events(of, 0.0)
+            for stream, task, start, end in _events(of, 0.0)
         ]
         events.append(_about(rank, 0, "process_name", f"stage {stage}, rank {rank}"))
         events += [_about(rank, thread, "thread_name", stream) for stream, thread in threads.items()]
@@ -40,13 +41,17 @@ def trace(step: Mapping[int, RankTime]) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _events(of: RankTime, offset: float) -> Iterator[tuple[str, str, str, float, float]]:
-    """Stream, name, kind, start and end of every task that takes time."""
+def _events(of: RankTime, offset: float) -> Iterator[tuple[str, Task, float, float]]:
+    """Stream, task, start and end of every task that takes time."""
     for task, (start, end, _) in zip(of.tasks, of.spans, strict=True):
         if end > start:
-            yield GRAPHS if task.inside else task.stream, task.name, task.kind, offset + start, offset + end
+            yield GRAPHS if task.inside else task.stream, task, offset + start, offset + end
         if task.inside:
             yield from _events(task.inside, offset + start)
+
+
+def _about_collective(task: Task) -> dict[str, Any]:
+    return {"args": {"algorithm": task.algorithm, "bytes": task.num_bytes}} if task.algorithm else {}
 
 
 def _about(rank: int, thread: int, what: str, name: str) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 
 import pytest
 
-from sporeloom.dry_run.time.simulate import COMPUTE, PASS, RankTime, Task, critical_path, simulate
+from sporeloom.dry_run.time.report import collectives
+from sporeloom.dry_run.time.simulate import COMPUTE, PASS, GroupAxis, RankTime, Task, critical_path, simulate
 from sporeloom.dry_run.time.trace import trace
 from sporeloom.strategy.listed_schedule import needed
 from sporeloom.strategy.schedule import passes, times
@@ -124,3 +125,18 @@ def test_a_pass_stands_for_what_is_inside():
 def test_nothing_takes_no_time():
     assert simulate({0: []}) == {0: RankTime([], [])}
     assert critical_path({0: RankTime([], [])}) == {}
+
+
+def test_collectives_are_reported_and_drawn_with_their_algorithm():
+    def sums(num_bytes):
+        group = (GroupAxis(1, 2, (0, 1)), GroupAxis(8, 4, (0, 1, 2, 3)))
+        return Task(
+            "AllReduce of 8", "AllReduce", "communication", 1, num_bytes=num_bytes, group=group, algorithm="tree"
+        )
+
+    forward = Task("forward", PASS, COMPUTE, 2, inside=simulate({0: [sums(8), sums(64)]})[0])
+    step = simulate({0: [forward, forward, Task("add", "memory", COMPUTE, 1)]})
+    expected = {"kind": "AllReduce", "ranks": 8, "algorithm": "tree", "calls": 4, "bytes": [8, 64]}
+    assert collectives(step.values()) == [expected]
+    drawn = [event["args"] for event in trace(step)["traceEvents"] if event.get("cat") == "AllReduce"]
+    assert drawn == [{"algorithm": "tree", "bytes": size} for size in (8, 64, 8, 64)]

@@ -9,6 +9,7 @@ from conftest import shared
 from sporeloom.models.family import size_config
 from sporeloom.planner.cluster import Cluster
 from sporeloom.planner.dimensions import of_decoder
+from sporeloom.planner.members import every
 from sporeloom.planner.memory import expert_parameters, expert_shards, stage_parameters
 from sporeloom.planner.parallelism import Parallelism
 from sporeloom.planner.published_experts import describe_experts, is_of_experts, read_expert_rows
@@ -40,10 +41,13 @@ def test_optimizer_parallel_cuts_experts_over_those_that_hold_the_same():
 
 def test_rows_that_leave_the_node_take_longest_and_are_sent_once_where_that_is_known():
     cluster = Cluster.of_chip("h100")
-    near, far = all_to_all(cluster, 1e9, 8, 1), all_to_all(cluster, 1e9, 32, 1)
+    near, far = (
+        all_to_all(cluster, 1e9, every(cluster.units, 8, 1, 0)),
+        all_to_all(cluster, 1e9, every(cluster.units, 32, 1, 0)),
+    )
     assert far > 5 * near
-    assert near < all_to_all(cluster, 1e9, 32, 1, copies=8) < far
-    assert all_to_all(cluster, 1e9, 1, 1) == 0
+    assert near < all_to_all(cluster, 1e9, every(cluster.units, 32, 1, 0), copies=8) < far
+    assert all_to_all(cluster, 1e9, every(cluster.units, 1, 1, 0)) == 0
 
 
 def test_pangu_pro_moe_gains_as_published_by_its_other_layout():

@@ -4,6 +4,7 @@
 import pytest
 
 from sporeloom.planner.cluster import Cluster, Efficiency
+from sporeloom.planner.collectives import NVLINK_S
 from sporeloom.planner.graph_time import graph_time
 from sporeloom.planner.rates import MESSAGE_S
 
@@ -31,30 +32,37 @@ def test_products_and_passes_take_what_the_chip_reaches():
 
 
 @pytest.mark.parametrize(
-    ("kind", "ranks", "seconds"),
+    ("kind", "ranks", "seconds", "started"),
     [
-        ("AllReduce", [0, 1, 2, 3], 2 * 3 / 4 * 1e9 / 100e9),
-        ("AllGather", [0, 1, 2, 3], 3 / 4 * 1e9 / 100e9),
-        ("Send", [0, 4], 1e9 / 10e9),
-        ("Send", [0, 1], 1e9 / 100e9),
-        ("AllReduce", [0, 4], 2 * 1 / 2 * 1e9 / 10e9),  # one a node: its own link
-        ("AllReduce", list(range(8)), 2 * 7 / 8 * 1e9 / 40e9),  # four a node bring four links
+        ("AllReduce", [0, 1, 2, 3], 2 * 3 / 4 * 1e9 / 100e9, 6 * NVLINK_S),
+        ("AllGather", [0, 1, 2, 3], 3 / 4 * 1e9 / 100e9, 3 * NVLINK_S),
+        ("Send", [0, 4], 1e9 / 10e9, MESSAGE_S),
+        ("Send", [0, 1], 1e9 / 100e9, MESSAGE_S),
+        ("AllReduce", [0, 4], 2 * 1 / 2 * 1e9 / 10e9, 2 * MESSAGE_S),  # one a node: its own link
+        (
+            "AllReduce",
+            list(range(8)),
+            2 * 7 / 8 * 1e9 / 40e9,
+            2 * (6 * NVLINK_S + MESSAGE_S),
+        ),  # four a node bring four links
     ],
 )
-def test_collectives_go_round_a_ring_or_once_over(kind, ranks, seconds):
-    assert time([(kind, 1e9, ranks)]).communication == pytest.approx(seconds)
+def test_collectives_go_round_a_ring_or_once_over(kind, ranks, seconds, started):
+    assert time([(3, kind, 1e9, ranks)]).communication == pytest.approx(3 * (seconds + started))
 
 
 def test_an_all_to_all_sends_to_other_nodes_over_the_devices_own_link():
     near, far = 3 / 100e9, 4 / 10e9
     sent = (near + far) / 8 * 1e9 + 7 * MESSAGE_S
-    assert time([("AlltoAll", 1e9, range(8))]).communication == pytest.approx(sent)
+    assert time([(1, "AlltoAll", 1e9, range(8))]).communication == pytest.approx(sent)
 
 
 def test_a_rank_waits_for_the_slowest_group_of_its_stage():
     ranks = [0, 1, 2]  # in one node, where 3, 4 and 5 are in two
-    assert time([("AllGather", 1e9, ranks)]).communication == pytest.approx(2 / 3 * 1e9 / 100e9)
-    assert time([("AllGather", 1e9, ranks)], stage_size=12).communication == pytest.approx(2 / 3 * 1e9 / 10e9)
+    assert time([(1, "AllGather", 1e9, ranks)]).communication == pytest.approx(2 / 3 * 1e9 / 100e9 + 2 * NVLINK_S)
+    assert time([(1, "AllGather", 1e9, ranks)], stage_size=12).communication == pytest.approx(
+        2 / 3 * 1e9 / 10e9 + 2 * MESSAGE_S
+    )
 
 
 def test_a_pipeline_waits_for_its_stages():

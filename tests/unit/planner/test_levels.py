@@ -10,7 +10,6 @@ from sporeloom.core.errors import ConfigError
 from sporeloom.dry_run.time.device_model import DeviceModel
 from sporeloom.planner.cluster import Cluster, Efficiency, Level, read_cluster
 from sporeloom.planner.errors import NoInterval, time_interval
-from sporeloom.planner.graph_time import graph_time
 from sporeloom.planner.members import counterparts, every
 from sporeloom.planner.rates import MESSAGE_S, all_to_all, group_bandwidth
 from sporeloom.planner.search import PlanRequest, search
@@ -32,7 +31,7 @@ RACKS = dataclasses.replace(FLAT, levels=[Level(devices=RACK, gb_per_s=60)])
 
 
 def seconds_of(cluster, kind, num_bytes, ranks):
-    return DeviceModel(cluster).collective(kind, num_bytes, list(ranks))
+    return DeviceModel(cluster).collective(kind, num_bytes, list(ranks)).seconds
 
 
 @pytest.mark.parametrize(
@@ -49,22 +48,16 @@ def seconds_of(cluster, kind, num_bytes, ranks):
     ],
 )
 def test_a_ring_has_the_slowest_of_the_links_that_it_crosses(size, stride, members, bandwidth):
-    assert every(RACKS.units, size, stride, 0) == {tuple(members)}
+    assert {each.counts for each in every(RACKS.units, size, stride, 0)} == {tuple(members)}
     assert group_bandwidth(RACKS, size, stride) == pytest.approx(bandwidth * 1e9)
-    ranks = range(0, size * stride, stride)
-    assert counterparts(RACKS.units, tuple(ranks), 0) == {tuple(members)}
-    rounds = (size - 1).bit_length() * MESSAGE_S
-    gathered = (size - 1) / size * 1e9 / (bandwidth * 1e9) + rounds
-    assert seconds_of(RACKS, "AllGather", 1e9, ranks) == pytest.approx(gathered)
-    assert seconds_of(RACKS, "AllReduce", 1e9, ranks) == pytest.approx(2 * gathered)
-    counted = graph_time(0, 0, [("AllGather", 1e9, ranks)], RACKS, in_float32=False)
-    assert counted.communication == pytest.approx(gathered - rounds)
+    ranks = tuple(range(0, size * stride, stride))
+    assert {each.counts for each in counterparts(RACKS.units, ranks, 0, 0)} == {tuple(members)}
 
 
 def test_an_all_to_all_sends_each_part_over_the_smallest_level_that_connects_both():
     near, rack, far = 3 / INTRA, 12 / RACK_GB, 16 / INTER
     sent = (near + rack + far) / 32 + 31 * MESSAGE_S
-    assert all_to_all(RACKS, 1e9, 32, 1) == pytest.approx(sent)
+    assert all_to_all(RACKS, 1e9, every(RACKS.units, 32, 1, 0)) == pytest.approx(sent)
     assert seconds_of(RACKS, "AlltoAll", 1e9, range(32)) == pytest.approx(sent)
 
 
@@ -72,7 +65,7 @@ def test_a_row_is_sent_to_a_device_and_to_another_server_once_whatever_the_level
     copies, servers = 4, 8
     once, of_device = (places * (1 - (1 - 1 / places) ** copies) / copies for places in (servers, 32))
     sent = (of_device * 3 / INTRA + once * (12 / RACK_GB + 16 / INTER)) / 32 + 31 * MESSAGE_S
-    assert all_to_all(RACKS, 1e9, 32, 1, copies=copies) == pytest.approx(sent)
+    assert all_to_all(RACKS, 1e9, every(RACKS.units, 32, 1, 0), copies=copies) == pytest.approx(sent)
 
 
 def test_oversubscription_divides_what_a_level_carries():
@@ -94,18 +87,27 @@ def test_latency_is_added_once_a_message_that_passes_the_level():
         return (seconds_of(slow, kind, 1e6, ranks) - seconds_of(RACKS, kind, 1e6, ranks)) * 1e6
 
     assert more("AllGather", range(4)) == pytest.approx(0)
-    assert more("AllGather", range(16)) == pytest.approx(2 * 5)  # two of four rounds leave a server
-    assert more("AllReduce", range(16)) == pytest.approx(2 * 2 * 5)
+    assert more("AllGather", range(16)) == pytest.approx(3 * 5)  # of a ring, three messages leave a server
+    assert more("AllReduce", range(16)) == pytest.approx(2 * 2 * 5)  # of a tree, two up and two down
     assert more("Message", (0, 4)) == pytest.approx(5)
     assert more("Message", (0, 16)) == pytest.approx(0)  # over the network, whose latency is that of any message
     assert more("AlltoAll", range(16)) == pytest.approx(12 * 5)
-    assert (all_to_all(slow, 1e6, 16, 1) - all_to_all(RACKS, 1e6, 16, 1)) * 1e6 == pytest.approx(12 * 5)
+    assert (
+        all_to_all(slow, 1e6, every(slow.units, 16, 1, 0)) - all_to_all(RACKS, 1e6, every(RACKS.units, 16, 1, 0))
+    ) * 1e6 == pytest.approx(12 * 5)
+
+
+def test_an_all_to_all_of_a_level_has_its_bisection():
+    torus = dataclasses.replace(FLAT, levels=[Level(devices=RACK, gb_per_s=60, all_to_all_gb_per_s=6)])
+    assert group_bandwidth(torus, 4, 4) == group_bandwidth(RACKS, 4, 4)
+    more = [all_to_all(c, 1e9, every(c.units, 4, 4, 0)) - 3 * MESSAGE_S for c in (torus, RACKS)]
+    assert more[0] == pytest.approx(10 * more[1])
 
 
 def test_levels_nest_and_a_group_crosses_each():
     both = dataclasses.replace(RACKS, levels=[*RACKS.levels, Level(devices=64, gb_per_s=20, links="network")])
     row = 20 * 0.25
-    assert every(both.units, 128, 1, 0) == {(4, 16, 64, 128)}
+    assert {each.counts for each in every(both.units, 128, 1, 0)} == {(4, 16, 64, 128)}
     assert group_bandwidth(both, 4, 16) == pytest.approx(row * 1e9)
     assert group_bandwidth(both, 8, 8) == pytest.approx(min(RACK_GB, 2 * row) * 1e9)
 
@@ -132,6 +134,12 @@ def test_a_level_as_slow_as_the_network_changes_nothing():
         ("levels: [{devices: 64}]", "gb_per_s missing"),
         ("levels: [{devices: 64, gb_per_s: 60, oversubscription: 0.5}]", "oversubscription must be at least 1"),
         ("levels: [{devices: 64, gb_per_s: 60, latency: 1}]", "latency is unknown"),
+        ("levels: [{devices: 64, gb_per_s: 0}]", "gb_per_s must be"),
+        ("levels: [{devices: 64, gb_per_s: 60, all_to_all_gb_per_s: -1}]", "all_to_all_gb_per_s must be"),
+        ("levels: [{devices: 64, gb_per_s: 60, port_gb_per_s: 50}]", "port_gb_per_s 50 is below the 60 GB/s"),
+        ("inter_node_port_gb_per_s: 10", "inter_node_port_gb_per_s 10 is below the 50 GB/s"),
+        ("inter_node_gb_per_s: 0", "inter_node_gb_per_s must be"),
+        ("inter_node_gbps: 50", "inter_node_gbps is unknown"),
     ],
 )
 def test_a_wrong_level_is_refused_by_its_number(write, text, problem):
@@ -152,8 +160,8 @@ def test_the_super_node_connects_two_dies_of_384_chips():
 def test_a_rack_of_gb200_connects_72_devices_of_18_servers():
     cluster = read_cluster(CONFIGS / "clusters/gb200_nvl72.yaml")
     flat = Cluster.of_chip("gb200")
-    assert every(cluster.units, 18, 4, 72) == {(1, 18, 18)}
-    assert every(cluster.units, 64, 4, 256) == {(1, 10, 64)}  # 18, 18, 18 and the rest
+    assert {each.counts for each in every(cluster.units, 18, 4, 72)} == {(1, 18, 18)}
+    assert {each.counts for each in every(cluster.units, 64, 4, 256)} == {(1, 10, 64)}  # 18, 18, 18 and the rest
     for size, stride in ((4, 1), (64, 1), (16, 4), (2, 64)):
         assert group_bandwidth(cluster, size, stride) == group_bandwidth(flat, size, stride)
 

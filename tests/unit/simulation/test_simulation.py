@@ -2,6 +2,7 @@
 """Simulated runs against closed forms, and against what must hold for each of them."""
 
 import dataclasses
+import itertools
 import json
 import math
 
@@ -71,6 +72,20 @@ def test_a_checkpoint_that_is_still_being_written_cannot_be_restored():
     slow = dataclasses.replace(JOB, write_s=0.9 * HOUR)
     lost = [simulated(job, rates(10.0), 5, 200).mean_s["lost"] for job in (JOB, slow)]
     assert lost[1] > 1.5 * lost[0]
+
+
+def test_copies_in_memory_are_as_good_as_checkpoints_until_a_failure_takes_several_servers():
+    """Same failures: of single servers every run is as with a checkpoint at each copy; of racks it goes back to the last one
+    that was written."""
+    often = dataclasses.replace(JOB, interval_s=300.0, pause_s=1.0)
+    copies = dataclasses.replace(often, copies_per_checkpoint=36, write_s=600.0)
+    single = rates(400.0, "server")
+    assert list(runs(copies, single, 4, 20)) == list(runs(often, single, 4, 20))
+    of_racks = FaultRates.of(rack(400.0, 4), 8)
+    lost = [simulated(job, of_racks, 4, 100).mean_s["lost"] for job in (often, copies)]
+    failures = simulated(copies, of_racks, 4, 100).interruptions["rack"]
+    assert lost[0] < 0.1 * lost[1]
+    assert lost[1] / failures == pytest.approx(36 * 300 / 2, rel=0.15)
 
 
 def test_spares_save_the_wait_for_repairs_and_smaller_meshes_most_of_it():
@@ -210,6 +225,30 @@ FLAGS = [
 ]
 
 
+def test_a_window_of_a_run_is_written_as_a_trace(tmp_path, capsys):
+    path = tmp_path / "run.json"
+    flags = [
+        *FLAGS,
+        "--repair-hours",
+        "24",
+        "--spares",
+        "1",
+        "--memory-copy-every-s",
+        "60",
+        "--memory-copy-pause-s",
+        "1",
+    ]
+    assert main([*flags, "--trace", str(path), "--trace-from-hours", "10", "--trace-hours", "60", "--json"]) == 0
+    policies = json.loads(capsys.readouterr().out)["policies"]
+    assert list(policies)[-1] == "1 spare servers, copies in memory"
+    assert policies["1 spare servers, copies in memory"]["lost_s"] < policies["1 spare servers"]["lost_s"]
+    events = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
+    busy = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["tid"] < 3)
+    assert busy[0][0] == 10 * HOUR * 1e6 and busy[-1][1] == pytest.approx(70 * HOUR * 1e6)
+    assert all(one[1] == pytest.approx(other[0], abs=2) for one, other in itertools.pairwise(busy))  # without gaps
+    assert {e["name"] for e in events if e["tid"] == 2} == {e["name"] for e in events if e["tid"] == 3}
+
+
 def test_the_command_compares_policies(capsys):
     assert main([*FLAGS, "--repair-hours", "24", "--spares", "1", "--replica-devices", "16"]) == 0
     said = capsys.readouterr().out
@@ -230,6 +269,12 @@ def test_the_command_compares_policies(capsys):
         (["--checkpoint-every-s", "60", "--checkpoint-write-s", "90"], "a checkpoint would begin before the last"),
         (["--faults", "llama3_h10"], "no built-in fault of that name; there are llama3_h100"),
         (["--step-time-s", "0"], "--step-time-s must be"),
+        (["--memory-copy-every-s", "60"], "--memory-copy-every-s and --memory-copy-pause-s belong together"),
+        (
+            ["--memory-copy-every-s", "9e6", "--memory-copy-pause-s", "1"],
+            "--memory-copy-every-s 9e+06 is more than half of the",
+        ),
+        (["--trace", "t.json", "--trace-from-hours", "999"], "--trace-from-hours 999 is after the end of the run"),
         (
             ["--slow-server-hours", "2"],
             "--slow-server-hours 2 has no effect: no component of llama3_h100 has `slowdown`",

@@ -87,6 +87,7 @@ class CpuProcesses(SpmdBackend):
 
     def record(self, folder: Path, keep: int) -> None:
         self._recorder = FlightRecorder(folder / FOLDER, keep, self.rank, self.strategy.mesh.size)
+        self.tells_values = True
 
     def begin_step(self, step: int) -> None:
         if self._recorder:
@@ -108,6 +109,11 @@ class CpuProcesses(SpmdBackend):
         return self.transport.communication_s
 
     def make_program(self, graph: RankGraph, cell: nn.Cell, name: str, among: Sequence[int]) -> Program:
+        if self._recorder:
+            owners = cell.get_parameters()
+            self._recorder.add_program(
+                name, graph, {p.name: self._shapes[id(p)] for p in owners if id(p) in self._shapes}
+            )
         program = Program(graph, cell, self.transport, name, self._nan_finder, among, self._recorder)
         self.rounded = max(self.rounded, program.widened.rounded, key=Counter.total)
         return program

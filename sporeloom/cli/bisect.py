@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 from sporeloom.core.command_line import argument, option, parse_args
 from sporeloom.core.errors import ConfigError
-from sporeloom.core.numbers import Bounds, Natural
+from sporeloom.core.numbers import Bounds, Natural, number_problems
 from sporeloom.runtime.environment import prepare_environment
 
 
@@ -35,6 +35,8 @@ class BisectConfig:
 
 def main(argv: Sequence[str]) -> int:
     config = parse_args(BisectConfig, __doc__, argv)
+    if problems := list(number_problems(config)):
+        raise ConfigError(problems)
     prepare_environment()
     kind = import_module("sporeloom.runtime.cpu.recording").Recording
     a, b = kind(config.a), None if config.b.is_file() else kind(config.b)

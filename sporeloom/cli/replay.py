@@ -15,7 +15,8 @@ from importlib import import_module
 from pathlib import Path
 
 from sporeloom.core.command_line import argument, option, parse_args
-from sporeloom.core.numbers import Natural
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.numbers import Natural, number_problems
 from sporeloom.runtime.environment import prepare_environment
 
 SHOWN = 5
@@ -32,6 +33,8 @@ class ReplayConfig:
 
 def main(argv: Sequence[str]) -> int:
     config = parse_args(ReplayConfig, __doc__, argv)
+    if problems := list(number_problems(config)):
+        raise ConfigError(problems)
     prepare_environment()
     recording = import_module("sporeloom.runtime.cpu.recording").Recording(config.run)
     recording.read(config.rank, config.step)

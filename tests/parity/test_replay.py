@@ -119,6 +119,8 @@ def test_runs_without_a_recording_are_refused(runs, tmp_path):
     outcome = replay(tmp_path, "--step", 3)
     assert outcome.code == 2
     assert "has no recording; train with --record 2" in outcome.output
+    outcome = replay(runs[0], "--step", -1)
+    assert outcome.code == 2 and "--step must be at least 0, got -1" in outcome.output
     outcome = replay(runs[0], "--step", 1)
     assert outcome.code == 2
     assert "--step 1: the recording of" in outcome.output

@@ -17,7 +17,7 @@ from sporeloom.runtime.cpu.recording import Array, Recording
 from sporeloom.runtime.cpu.whole_values import WholeStep, WholeValue
 
 TOLERANCE = 1e-4
-"""Fraction of the largest number of a tensor, or of a hundredth of the largest in tensors of the same kind."""
+"""Fraction of the largest number of a tensor, or of a hundredth of that of tensors of the same kind."""
 FLOOR = 0.01
 BACKWARD = ", backward"
 PARAMETER = "parameter "
@@ -56,7 +56,9 @@ def first_difference_of_wholes(a: Recording, b: Recording, step: int, tolerance:
     if one.before.keys() != other.before.keys():
         name = min(one.before.keys() ^ other.before.keys())
         has, lacks = (a, b) if name in one.before else (b, a)
-        raise ConfigError(f"{lacks.run}: has no parameter {name}, {has.run} has it; give two runs of one network")
+        raise ConfigError(
+            f"{lacks.run}: has no parameter {name}, {has.run} has it; give two runs of one network and optimizer"
+        )
     return compared(one, other, tolerance)
 
 
@@ -90,7 +92,7 @@ def _line(value: WholeValue, ranks: str, what: str) -> str:
 
 
 def _kind(value: WholeValue) -> str:
-    """Gradients, results of the forward pass, or parameters of the same prefix."""
+    """Gradients, parameters of the same prefix, or, empty, results of the forward pass."""
     if value.place.startswith(PARAMETER):
         return value.name.partition(".")[0]
     return BACKWARD if value.place.endswith(BACKWARD) else ""
@@ -102,12 +104,12 @@ def _squares_of_small_gradients(values: Mapping[str, WholeValue]) -> float:
 
 
 def _scales(values: Mapping[str, WholeValue]) -> dict[str, float]:
-    """Largest numbers that are compared with a tensor's own, by the kind of the tensor."""
-    found: dict[str, float] = {}
+    """Numbers that are compared with the largest one of a tensor, by the kind of the tensor. Of the forward pass it is from
+    the median tensor: masks are of other sizes than activations."""
+    largest: dict[str, list[float]] = {}
     for value in values.values():
-        largest = max((_largest(part) for part in value.parts), default=0.0)
-        found[_kind(value)] = max(found.get(_kind(value), 0.0), FLOOR * largest)
-    return found
+        largest.setdefault(_kind(value), []).append(max((_largest(part) for part in value.parts), default=0.0))
+    return {kind: FLOOR * (max(found) if kind else float(np.median(found))) for kind, found in largest.items()}
 
 
 def _largest(array: Array) -> float:

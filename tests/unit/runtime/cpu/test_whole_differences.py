@@ -119,6 +119,12 @@ def test_a_weight_may_drift_where_adam_follows_rounding(wrong, squares, differs)
     assert "parameter model.w before the step" in found if differs else found == Equal(2, 0, 0)
 
 
+def test_a_mask_of_large_numbers_hides_nothing():
+    mask, up, down = whole(-1e6 * X, "Sub of mask, forward"), whole(X), whole(1e-3 * X, "Mul of down, forward")
+    wrong = step(mask=mask, up=whole(WRONG), down=down)
+    assert "MatMul of up" in compared(step(mask=mask, up=up, down=down), wrong, 1e-4)
+
+
 def test_values_of_one_side_alone_or_of_another_shape_are_counted():
     assert compared(step(up=whole(X), x=whole(X)), step(up=whole(X), y=whole(X[:3])), 1e-4) == Equal(0, 1, 2)
     assert compared(step(up=whole(X)), step(up=whole(X[:3])), 1e-4) == Equal(0, 0, 1)

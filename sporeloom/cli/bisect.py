@@ -8,7 +8,6 @@ Both runs were made with --record. Runs of one program are compared bit for bit;
 file of what a reference implementation computed, within a tolerance. Exit code 1: they differ.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -19,6 +18,7 @@ from sporeloom.core.command_line import argument, option, parse_args
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.numbers import Bounds, Natural, number_problems
 from sporeloom.runtime.environment import prepare_environment
+from sporeloom.runtime.recorded_environment import take_over_environment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +37,13 @@ def main(argv: Sequence[str]) -> int:
     config = parse_args(BisectConfig, __doc__, argv)
     if problems := list(number_problems(config)):
         raise ConfigError(problems)
+    take_over_environment(config.a, 0)
     prepare_environment()
     kind = import_module("sporeloom.runtime.cpu.recording").Recording
     a, b = kind(config.a), None if config.b.is_file() else kind(config.b)
     for recording in (a, b) if b else (a,):
         for what in recording.other_versions():
             print(f"other version: {recording.run} was recorded with {what}")
-    os.environ.update(a.environment(min(a.roots)))  # before MindSpore is loaded
     code, said = _with_run(config, a, b) if b else _with_reference(config, a)
     print(said)
     return code

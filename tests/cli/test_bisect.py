@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mistakes in the flags of `sporeloom bisect`, which loads nothing for them."""
 
+import json
+import subprocess
+import sys
+
 import pytest
+from conftest import ROOT
 
 from sporeloom.cli import bisect
 from sporeloom.core.errors import ConfigError
@@ -20,3 +25,27 @@ def test_a_mistake_is_reported(tmp_path, monkeypatch, words, reported):
     with pytest.raises(ConfigError) as caught:
         bisect.main(words)
     assert reported in str(caught.value)
+
+
+@pytest.mark.parametrize("verb", ["replay", "bisect"])
+def test_threads_are_those_of_the_recording_before_numpy_is_loaded(tmp_path, verb):
+    """NumPy's products of experts have other bits with another number of threads, which is read when it is loaded."""
+    root = tmp_path / "record" / "rank-0"
+    root.mkdir(parents=True)
+    (root / "programs.json").write_text(json.dumps({"format": 0, "environment": {"OPENBLAS_NUM_THREADS": "17"}}))
+    words = [str(tmp_path), "--step", "1"] if verb == "replay" else [str(tmp_path), str(tmp_path)]
+    code = f"""
+import os, sys
+from sporeloom.cli import {verb}
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "numpy":
+            print(os.environ.get("OPENBLAS_NUM_THREADS"))
+sys.meta_path.insert(0, Finder())
+try:
+    {verb}.main({words!r})
+except Exception as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("17\n") and "was written in form 0" in done.stdout, done.stdout + done.stderr

@@ -21,9 +21,9 @@ from sporeloom.runtime.cpu.exchange import TransportExchange
 from sporeloom.runtime.cpu.find_nan import NanFinder
 from sporeloom.runtime.cpu.program import Program
 from sporeloom.runtime.cpu.recorder import FlightRecorder
-from sporeloom.runtime.cpu.recording import FOLDER
 from sporeloom.runtime.cpu.transport import Collectives, Transport
 from sporeloom.runtime.environment import end_with_msrun, job_name, launched_rank
+from sporeloom.runtime.recorded_environment import FOLDER
 from sporeloom.runtime.spmd.backend import SpmdBackend
 from sporeloom.runtime.spmd.rank_graph import RankGraph
 from sporeloom.strategy.config import Strategy

@@ -25,13 +25,12 @@ from numpy.typing import NDArray
 
 from sporeloom import __version__
 from sporeloom.core.errors import ConfigError
+from sporeloom.runtime.recorded_environment import FOLDER, PROGRAMS, THREADS
 from sporeloom.runtime.spmd.value_shards import ValueShard
 from sporeloom.strategy.layout import Shape
 
-FOLDER, PROGRAMS, STEP, ARRAYS = "record", "programs.json", "step.json", "arrays.bin"
+STEP, ARRAYS = "step.json", "arrays.bin"
 FORMAT = 2
-THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-"""Environment variables on which the order of a sum may depend."""
 
 Array = NDArray[Any]
 
@@ -228,10 +227,6 @@ class Recording:
             return values, {name: (tuple(a), tuple(b)) for name, (a, b) in found["parameters"].items()}
         except (KeyError, TypeError, ValueError) as error:
             raise _unreadable(path, error) from None
-
-    def environment(self, rank: int) -> dict[str, str]:
-        """Environment variables of the process of a rank, which must be set before MindSpore is loaded."""
-        return dict(self._about(rank)["environment"])
 
     def other_versions(self) -> list[str]:
         """Packages whose version is not that of the recording, with both versions."""

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flip one bit in one rank, in what it receives or holds, and see whether `bisect` names the rank and the operator.
+"""Flip one bit in one rank, in what it receives or holds, and see whether `bisect` names the rank and the operator; with
+`--cost`, measure what recording costs instead.
 
 Writes results/flight_recorder.md. Ranks, messages, weights and optimizer state, and bits are drawn at random, seeded.
 A bit of a message that rounding or a maximum removes changes nothing: both recordings are equal, and another one is drawn.
@@ -8,22 +9,26 @@ A bit of a message that rounding or a maximum removes changes nothing: both reco
 import json
 import random
 import re
+import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from report import ROOT, write_report
+from report import ROOT, metrics, write_report
 
 sys.path.insert(0, str(ROOT / "tests"))
 
 from farm import call
 
 RESULTS = ROOT / "benchmarks" / "results" / "flight_recorder.md"
+COSTS = ROOT / "benchmarks" / "results" / "flight_recorder_cost.md"
 WORKER, STEP = "tests/parity/record_worker.py", 2
 CASES = {"pangu_tiny_tp2": (2, 4, 4, 3), "pangu_tiny_tp4": (4, 16, 4, 3), "pangu_tiny_dp2_pp2": (4, 4, 4, 2)}
 """Strategy -> processes, rows of a batch, faults in messages, and faults in weights. With 16 rows sums are in parts, each by
 another rank."""
+TEXT, COST_STEPS = ROOT / "examples" / "small_town.txt", 20
 SPARE = 4
 """Faults in messages that are drawn in addition, for those that change nothing."""
 
@@ -82,6 +87,33 @@ def measure(strategy, size, rows, wanted, folder, generator):
     return lines, without_effect, num_right
 
 
+def steps_and_bytes(strategy, folder, keep):
+    """Seconds of the fastest and the median step, bytes on disk after the run, and bytes of the largest step."""
+    out = folder / f"kept-{keep}"
+    words = ["train", "--data", TEXT, "--steps", COST_STEPS, "--batch-size", 8, "--seq-len", 128, "--record", keep]
+    words += ["--strategy", strategy, "--launch", "--output-dir", out]
+    subprocess.run([sys.executable, "-m", "sporeloom", *map(str, words)], cwd=ROOT, check=True, capture_output=True)
+    seconds = [line["step_time_s"] for line in metrics(out)[2:]]
+    files = [path for path in (out / "record").rglob("*") if path.is_file()]
+    of_step = [sum(f.stat().st_size for f in step.iterdir()) for step in (out / "record").glob("rank-*/step-*")]
+    size = sum(path.stat().st_size for path in files)
+    return min(seconds), statistics.median(seconds), size, max(of_step, default=0)
+
+
+def cost():
+    """Write what recording costs, on disk and in time."""
+    lines = ["| strategy | steps kept | fastest step | median step | on disk, all ranks | a step of a rank |"]
+    lines += ["|---|---|---|---|---|---|"]
+    for keep in (0, 2, 4):
+        with tempfile.TemporaryDirectory() as folder:
+            fastest, median, total, of_step = steps_and_bytes("pangu_tiny_tp2", Path(folder), keep)
+        sizes = f"{total / 1e6:.1f} MB | {of_step / 1e6:.1f} MB"
+        lines.append(f"| `pangu_tiny_tp2` | {keep} | {fastest:.2f} s | {median:.2f} s | {sizes} |")
+        print(lines[-1], flush=True)
+    head = [f"`train --record`, pangu tiny with 8 layers, {COST_STEPS} steps of 8 x 128 tokens on 2 CPU processes.", ""]
+    write_report(COSTS, "What the flight recorder costs", "flight_recorder.py --cost", [*head, *lines])
+
+
 def main():
     generator, begin, lines, without_effect, num_right = random.Random(1), time.monotonic(), [], 0, 0
     for strategy, (size, rows, messages, weights) in CASES.items():
@@ -100,4 +132,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    cost() if sys.argv[1:] == ["--cost"] else main()

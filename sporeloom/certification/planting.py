@@ -12,7 +12,16 @@ from typing import Any
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.files import write_text_atomically
 from sporeloom.core.lines import first_line
-from sporeloom.partition.faults import KINDS, SWAPPED_MICROBATCHES, Program, Site, kind_of, sites_in, with_fault
+from sporeloom.partition.faults import (
+    KIND_NAMES,
+    REPEATED_MICROBATCH,
+    SWAPPED_MICROBATCHES,
+    Program,
+    Site,
+    kind_of,
+    sites_in,
+    with_fault,
+)
 from sporeloom.partition.graph import Graph
 from sporeloom.partition.grid import DeviceGrid
 from sporeloom.runtime.engine import Engine
@@ -33,6 +42,9 @@ class SiteList(Alteration):
         return graph
 
     def order(self, stage: int, num_microbatches: int) -> Sequence[int]:
+        if num_microbatches > 1:
+            every = f"all of {num_microbatches} microbatches"
+            self.sites.append(Site(REPEATED_MICROBATCH, "schedule", every, every))
         if num_microbatches > 1 and stage:
             self.sites.append(Site(SWAPPED_MICROBATCHES, "schedule", f"stage {stage}", f"the inputs of stage {stage}"))
         return range(num_microbatches)
@@ -51,7 +63,10 @@ class PlantedFault(Alteration):
         return with_fault(Program(graph, grid, rank), kind_of(self.site.kind), [self.site.operator])
 
     def order(self, stage: int, num_microbatches: int) -> Sequence[int]:
-        if self.site.operator != f"stage {stage}":
+        if self.site.kind == REPEATED_MICROBATCH:
+            self.is_planted = True
+            return [*range(num_microbatches - 1), 0]
+        if self.site.kind != SWAPPED_MICROBATCHES or self.site.operator != f"stage {stage}":
             return range(num_microbatches)
         self.is_planted = True
         return [1, 0, *range(2, num_microbatches)]
@@ -78,7 +93,7 @@ def train_with_faults(train: Train, out: Path, faults_per_kind: int, kinds: Sequ
 def choose_sites(sites: Sequence[Site], faults_per_kind: int, kinds: Sequence[str] = ()) -> list[Site]:
     """Choose as many sites of each kind as requested, at equal distances in the program."""
     chosen: list[Site] = []
-    for kind in kinds or [*(kind.name for kind in KINDS), SWAPPED_MICROBATCHES]:
+    for kind in kinds or KIND_NAMES:
         of_kind = [site for site in sites if site.kind == kind]
         count = min(faults_per_kind, len(of_kind))
         chosen += [of_kind[(2 * i + 1) * len(of_kind) // (2 * count)] for i in range(count)]

@@ -14,7 +14,7 @@ import numpy as np
 from sporeloom.certification.config import Certification
 from sporeloom.certification.proof import LIMITS, ONE_DEVICE, Trained, compare, load, prove
 from sporeloom.certification.shrink import small_model, small_strategies
-from sporeloom.partition.faults import KINDS, SWAPPED_MICROBATCHES
+from sporeloom.partition.faults import KIND_NAMES
 from sporeloom.strategy.config import Strategy
 
 CAUGHT, ESCAPED, WITHOUT_EFFECT = "caught", "escaped", "without effect"
@@ -113,7 +113,7 @@ def summarize(found: Sequence[Outcome], smaller: Sequence[Outcome] = ()) -> dict
         smaller: escapes on the smallest meshes.
     """
     kinds = []
-    for name in [*(kind.name for kind in KINDS), SWAPPED_MICROBATCHES]:
+    for name in KIND_NAMES:
         of_kind = [each for each in found if each.kind == name]
         counts = {what: sum(each.outcome == what for each in of_kind) for what in (CAUGHT, ESCAPED, WITHOUT_EFFECT)}
         kinds.append({"kind": name, "planted": len(of_kind), **counts})

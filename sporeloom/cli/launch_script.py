@@ -68,6 +68,49 @@ MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR
 srun --kill-on-bad-exit=1 bash -c {command_of_task}
 """
+SLURM_ELASTIC = """#!/usr/bin/env bash
+#SBATCH --job-name=sporeloom
+#SBATCH --nodes={servers}
+#SBATCH --ntasks-per-node=1
+#SBATCH --exclusive
+#SBATCH --no-kill
+#SBATCH --requeue
+#SBATCH --open-mode=append
+# Add what your cluster needs: a partition, devices of a server (--gres), a time limit. Submit it with sbatch.
+# --no-kill keeps the job when a server fails; --requeue starts it again when the first one does.
+set -u
+servers_up() {{
+  sinfo --noheader --Node --nodes="$SLURM_JOB_NODELIST" --format="%N %t" |
+    awk '$2 ~ /^(alloc|mix|idle|comp)$/ {{ print $1 }}' | sort -u
+}}
+if [ "${{1-}}" = --start ]; then  # by the launcher, for each start
+  devices=$2 port=$3 logs=$4 servers=$((($2 + {local} - 1) / {local}))
+  shift 4
+  while ((devices % servers)); do servers=$((servers + 1)); done
+  hosts=$(servers_up | head -n "$servers" | paste -s -d , -)
+  # A SIGTERM lets the processes save and stop: srun passes it on, and msrun must not see it.
+  srun --kill-on-bad-exit=1 --nodes="$servers" --ntasks="$servers" --ntasks-per-node=1 --nodelist="$hosts" \\
+    bash -c 'msrun --worker_num="$0" --local_worker_num="$1" --master_addr="$2" --node_rank="$SLURM_NODEID" \\
+      --master_port="$3" --join=True --log_dir="$4" "${{@:5}}" &
+      trap "pkill -TERM -P $!" TERM
+      while wait $!; code=$?; kill -0 $! 2>/dev/null; do :; done
+      exit $code' \\
+    "$devices" $((devices / servers)) "${{hosts%%,*}}" "$port" "$logs" "$@"
+  exit
+fi
+file=devices.$SLURM_JOB_ID
+count() {{ echo $(($(servers_up | wc -l) * {local})); }}
+count >"$file"
+while sleep "${{LOOK_EVERY_S:-10}}"; do
+  count >"$file.new"
+  cmp -s "$file.new" "$file" || mv "$file.new" "$file"
+done &
+trap 'kill $!' EXIT
+more=()
+[ "${{SLURM_RESTART_COUNT:-0}}" -gt 0 ] && compgen -G {states} >/dev/null && more=(--resume)
+sporeloom {words} --launch --devices-file "$file" --launch-command "bash '$0' --start {{devices}} {{port}} {{log_dir}}" \\
+  "${{more[@]}}"
+"""
 MODELARTS = """#!/usr/bin/env bash
 # The start command of a ModelArts training job on {servers} servers with an image of your own; it runs once on each.
 export MASTER_ADDR="${{VC_WORKER_HOSTS%%,*}}" NODE_RANK="$VC_TASK_INDEX"
@@ -141,6 +184,8 @@ def command_problems(command: Sequence[str]) -> list[str]:
         )
     if "--launch" in given:
         problems.append("--launch starts processes on one machine; leave it out of the command")
+    if "--elastic" in given and "--output-dir" not in given:
+        problems.append("--elastic: give --output-dir, a folder that all servers share")
     if "--strategy" in given:
         problems.append("--strategy is added to the command; give it before `--` alone")
     return problems
@@ -156,6 +201,11 @@ def server_problems(config: LaunchScriptConfig, strategy: Strategy, hosts: Seque
     servers = max(1, size // each)
     if hosts is not None and len(hosts) != servers:
         return [f"{config.hosts} names {len(hosts)} servers, and {size} ranks on {each} devices each take {servers}"]
+    if "--elastic" in config.command and config.scheduler != "slurm":
+        return [
+            "--elastic starts its processes itself: --scheduler slurm writes a script for that; with another one see "
+            "--launch-command"
+        ]
     if config.scheduler == "ssh" and hosts is None:
         return ["--scheduler ssh needs --hosts"]
     return []
@@ -175,6 +225,10 @@ def script(config: LaunchScriptConfig, size: int, hosts: Sequence[str] | None) -
             lines += [f"# server {number}{f': {hosts[number]}' if hosts else ''}"]
             lines += [_line(config, size, local, master, str(number))]
         return "\n".join(lines) + "\n"
+    if "--elastic" in config.command:
+        words = [*config.command, "--strategy", str(config.strategy)]
+        states = shlex.quote(f"{output_dir(words)}/checkpoints/step-*")
+        return SLURM_ELASTIC.format(servers=servers, local=local, words=shlex.join(words), states=states)
     template = {"ssh": SSH, "slurm": SLURM, "modelarts": MODELARTS}[config.scheduler]
     return template.format(
         servers=servers,
@@ -183,6 +237,12 @@ def script(config: LaunchScriptConfig, size: int, hosts: Sequence[str] | None) -
         command=shlex.quote(line) if config.scheduler == "ssh" else line,
         command_of_task=shlex.quote(f"export NODE_RANK=$SLURM_NODEID; {line}"),
     )
+
+
+def output_dir(words: Sequence[str]) -> str:
+    """The value of the last --output-dir of a command."""
+    values = [value for word, value in zip(words, [*words[1:], ""], strict=True) if word == "--output-dir"]
+    return (values + [word.partition("=")[2] for word in words if word.startswith("--output-dir=")])[-1]
 
 
 def _line(config: LaunchScriptConfig, size: int, local: int, master: str = ADDRESS, number: str = NUMBER) -> str:

@@ -8,15 +8,16 @@ Messages of other ranks are read from the recording. Exit code 1: an output or a
 after a fault of the machine, or with another version of MindSpore.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
 from sporeloom.core.command_line import argument, option, parse_args
-from sporeloom.core.numbers import Natural
+from sporeloom.core.errors import ConfigError
+from sporeloom.core.numbers import Natural, number_problems
 from sporeloom.runtime.environment import prepare_environment
+from sporeloom.runtime.recorded_environment import take_over_environment
 
 SHOWN = 5
 
@@ -32,12 +33,14 @@ class ReplayConfig:
 
 def main(argv: Sequence[str]) -> int:
     config = parse_args(ReplayConfig, __doc__, argv)
+    if problems := list(number_problems(config)):
+        raise ConfigError(problems)
+    take_over_environment(config.run, config.rank)
     prepare_environment()
     recording = import_module("sporeloom.runtime.cpu.recording").Recording(config.run)
     recording.read(config.rank, config.step)
     for what in recording.other_versions():
         print(f"other version: recorded with {what}")
-    os.environ.update(recording.environment(config.rank))  # before MindSpore is loaded
     module = import_module("sporeloom.runtime.cpu.replay")
     found = module.replay(recording, config.rank, config.step)
     where = f"step {config.step} of rank {config.rank}"

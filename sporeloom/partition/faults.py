@@ -328,6 +328,9 @@ KINDS = (
 """All kinds of faults of graphs."""
 SWAPPED_MICROBATCHES = "a stage takes the first two microbatches in each other's place"
 """A fault of a schedule: one stage reads the inputs of another microbatch than the others."""
+REPEATED_MICROBATCH = "the first microbatch takes the place of the last one"
+"""A fault of accumulation, with or without stages."""
+KIND_NAMES = (*(kind.name for kind in KINDS), SWAPPED_MICROBATCHES, REPEATED_MICROBATCH)
 
 
 def kind_of(name: str) -> FaultKind:

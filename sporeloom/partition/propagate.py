@@ -90,12 +90,16 @@ class _Walk(OperandLayouts):
             self.values[name] = Value(type, replicated(len(type.shape)), name)
             dims = fitted(inputs.get(name, ((),) * len(type.shape)), type.shape, grid)
             self.lay_out(name, ValueLayout(dims))
+            self.result.made[name] = name, ValueLayout(dims)
 
     def run(self, gathers_outputs: bool) -> ShardedGraph:
         for node in self.source.nodes:
             self.consumer, self.scope = node.path or node.outputs[0], node.scope
             if not self.is_repeated(node):
                 self.visit(node)
+            for name in node.outputs:
+                if (value := self.values[name]).layout is not None:
+                    self.result.made[name] = value.name, value.layout
             self.note(node)
             self.scatter(node)
         self.consumer = "an output of the graph"

@@ -36,10 +36,11 @@ def group_name(ranks: Sequence[int]) -> str:
 
 def write_rank(
     sharded: ShardedGraph, model: mind_ir.ModelProto, grid: DeviceGrid, rank: int
-) -> tuple[mind_ir.ModelProto, dict[str, list[int]]]:
-    """Write the MindIR of one rank. Returns it with its communication groups: name -> ranks."""
+) -> tuple[mind_ir.ModelProto, dict[str, list[int]], dict[Name, Name]]:
+    """Write the MindIR of one rank. Returns it with its communication groups, name -> ranks, and the names of values that
+    have others in it."""
     writer = _Writer(sharded, model, grid, rank)
-    return writer.write(), writer.groups
+    return writer.write(), writer.groups, writer.written
 
 
 class _Writer:

@@ -67,6 +67,9 @@ class ShardedGraph:
     communications: list[Communication] = field(default_factory=list)
     unsharded: Counter[str] = field(default_factory=Counter)
     """Kinds of operators without a handler, which every rank computes in full -> how many of them had a sharded input."""
+    made: dict[Name, tuple[Name, ValueLayout]] = field(default_factory=dict)
+    """Value of the source graph, unless it is a parameter or from another graph -> the name and the layout in which the
+    ranks have it first."""
 
     def within(self, graphs: Iterable[Graph]) -> list[Communication]:
         """The collectives in graphs that are pieces of this one."""

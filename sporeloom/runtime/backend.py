@@ -136,7 +136,7 @@ class Backend:
         Raises:
             ConfigError: this package does not partition the graphs.
         """
-        raise ConfigError("--record: only steps of several CPU processes can be recorded; give a --strategy, on CPUs")
+        raise ConfigError("--record: only steps of CPU processes can be recorded")
 
     def begin_step(self, step: int) -> None:
         """Record the next run of a Cell, if there is a recording, as this step."""

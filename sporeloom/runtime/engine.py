@@ -58,8 +58,11 @@ class Engine:
         self._programs: CpuProcesses | None = None
 
     @classmethod
-    def start(cls, strategy: Strategy) -> Engine:
+    def start(cls, strategy: Strategy, in_graphs: bool = False) -> Engine:
         """Start the engine of this process and join the other processes of its job. msrun's scheduler exits here.
+
+        Args:
+            in_graphs: whether a CPU process that is alone runs the graphs of this package, too, which can be recorded.
 
         Raises:
             ConfigError: the strategy and the launched processes do not fit each other.
@@ -72,6 +75,8 @@ class Engine:
             return cls(strategy, target, _join(strategy, target))
         if target == "CPU" and strategy.offload:
             raise ConfigError(f"{strategy.at('offload')}: one CPU device has one memory; leave it out")
+        if target == "CPU" and in_graphs:
+            return cls(strategy, target, CpuProcesses.join(strategy))
         return cls(strategy, target, Backend(strategy))
 
     def alone(self) -> Engine:

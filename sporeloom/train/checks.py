@@ -362,8 +362,6 @@ def _spike_problems(config: TrainingConfig) -> Iterator[str]:
     problems = Problems()
     skipped = problems.of(parse_steps, config.skip_steps) or ()
     yield from problems
-    if config.record and not config.strategy:
-        yield "--record keeps steps of CPU processes: give a --strategy with several, such as pangu_tiny_dp2"
     if config.find_nan and not config.strategy:
         yield "--find-nan reads graphs of CPU processes: give a --strategy with several, such as pangu_tiny_dp2"
     if any(config.steps in steps for steps in skipped):

@@ -116,7 +116,7 @@ class Training:
 
 def start(run: Run) -> Training:
     """Prepare everything up to the first step: network, data, graph."""
-    engine = Engine.start(run.strategy)
+    engine = Engine.start(run.strategy, in_graphs=bool(run.config.record))
     run = _with_shared_folder(run, engine)
     config = run.config
     _check_target(run, engine)

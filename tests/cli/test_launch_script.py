@@ -163,6 +163,55 @@ def test_on_modelarts_the_environment_says_which_server(tmp_path, four, cluster)
     assert words == arguments(1, four, tmp_path / "programs")
 
 
+ELASTIC = {
+    # One server of three is down.
+    "sinfo": '#!/usr/bin/env bash\nprintf "%s\\n" "a alloc" "b down*" "c mix" "a alloc"\n',
+    "srun": """#!/usr/bin/env bash
+printf "%s\n" "$@" > "$RECORDS/srun"
+for n in 0 1; do SLURM_NODEID=$n "${@:6}" || exit; done
+""",
+    "msrun": '#!/usr/bin/env bash\nprintf "%s\\n" "$@" > "$RECORDS/${4#--node_rank=}"\n',
+    "sporeloom": """#!/usr/bin/env bash
+printf "%s\n" "$@" > "$RECORDS/launcher"
+while [ $# -gt 0 ]; do
+  case $1 in --launch-command) command=$2 ;; --devices-file) file=$2 ;; esac
+  shift
+done
+cat "$file" > "$RECORDS/devices"
+echo 0 > "$file"
+for _ in {1..100}; do [ "$(cat "$file")" = 4 ] && break; sleep 0.05; done
+cat "$file" >> "$RECORDS/devices"
+command=${command//'{devices}'/4}
+command=${command//'{port}'/8200}
+eval "words=(${command//'{log_dir}'/logs})"
+"${words[@]}" rank.py "two words"
+""",
+}
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_an_elastic_job_starts_on_the_servers_that_are_up(tmp_path, four, cluster, restarts):
+    for name, text in ELASTIC.items():
+        (tmp_path / "programs" / name).write_text(text)
+        (tmp_path / "programs" / name).chmod(0o755)
+    path, words = tmp_path / "job.sh", ("--elastic", "--save-every", "1", "--output-dir", "the out")
+    written("--strategy", four, "--devices-per-server", 2, "--scheduler", "slurm", "--out", path, "--", *TRAIN, *words)
+    (tmp_path / "folder" / "the out" / "checkpoints" / "step-00000001").mkdir(parents=True)
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "[a-c]", "SLURM_RESTART_COUNT": str(restarts)}
+    code, given = cluster(path, tmp_path / "folder", LOOK_EVERY_S="0.1", **slurm)
+    assert code == 0 and given["devices"] == ["4", "4"]
+    assert given["launcher"][: len(TRAIN) + len(words)] == [*TRAIN, *words]
+    assert ("--resume" in given["launcher"]) == bool(restarts)
+    assert given["srun"][:5] == [
+        *("--kill-on-bad-exit=1", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--nodelist=a,c")
+    ]
+    for number in range(2):
+        assert given[str(number)] == [
+            *("--worker_num=4", "--local_worker_num=2", "--master_addr=a", f"--node_rank={number}"),
+            *("--master_port=8200", "--join=True", "--log_dir=logs", "rank.py", "two words"),
+        ]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -187,6 +236,11 @@ def test_what_does_not_go_together_is_reported(tmp_path, four, hosts, words, sai
         (("trian", "--data", "x"), "trian is not a command that takes a strategy; did you mean train?"),
         (("train", "--launch"), "--launch starts processes on one machine"),
         (("train", "--strategy=x.yaml"), "--strategy is added to the command"),
+        (("train", "--elastic"), "--elastic: give --output-dir, a folder that all servers share"),
+        (
+            ("train", "--elastic", "--output-dir", "x"),
+            "--elastic starts its processes itself: --scheduler slurm writes",
+        ),
     ],
 )
 def test_a_command_that_servers_cannot_run_is_reported(four, command, said):

@@ -200,7 +200,7 @@ def sharded_model(model, grid, parameters, inputs):
     wanted = {full: parameters[name] for full in graph.parameters if (name := full.rpartition(":")[2]) in parameters}
     sharded = shard_graph(graph, grid, wanted, dict(zip(graph.inputs, inputs, strict=True)))
     written = [write_rank(sharded, model, grid, rank) for rank in range(grid.size)]
-    return Merged([each for each, _ in written], [groups for _, groups in written]).write(), sharded
+    return Merged([each for each, *_ in written], [groups for _, groups, _ in written]).write(), sharded
 
 
 def part_of(parameters, name, num_dims, grid):

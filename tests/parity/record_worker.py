@@ -68,7 +68,7 @@ class Training:
     """A small network, whose runs begin from the same state each time."""
 
     def __init__(self, strategy, folder, rows):
-        self.engine = Engine.start(strategy)
+        self.engine = Engine.start(strategy, in_graphs=True)
         self.engine.backend.record(folder, KEEP)
         self.recorder = self.engine.backend._recorder
         ms.set_seed(3)

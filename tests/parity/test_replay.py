@@ -32,6 +32,15 @@ def weights(run):
     return {name: each["sha256"] for name, each in values["state"].items()}
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The same run in one process."""
+    root = tmp_path_factory.mktemp("alone")
+    (root / "alone.yaml").write_text("mesh: {dp: 1}\nrules: decoder\n")
+    call(WORKER, "train", root / "alone.yaml", [str(root)], [None])
+    return root
+
+
 def replay(*arguments):
     return tool("tools/replay.py", *arguments)
 
@@ -87,10 +96,31 @@ def test_a_flipped_bit_of_a_weight_is_found(runs):
     assert f"first difference: step 2, rank 0: parameter {name}, tensor {name}, before the first common step" in said
 
 
+def test_the_same_steps_on_another_mesh_are_equal(runs, alone):
+    code, said = bisect(alone, runs[0])
+    assert code == 0, said
+    found = re.findall(
+        r"step [23]: (\d+) parameters and (\d+) results of operators are equal(?:; (\d+) results)?", said
+    )
+    assert len(found) == 2
+    for parameters, results, others in found:
+        assert int(parameters) > 50 and int(results) > 100 and int(others or 0) < int(results) / 20
+
+
+def test_a_flipped_bit_is_found_by_a_run_on_another_mesh(runs, alone):
+    code, said = bisect(alone, runs[1])
+    assert code == 1, said
+    assert re.search(r"first difference: step 2, rank 1 of b( \(rank 0 of a\))?: \w+ of model\..*, tensor .*", said), (
+        said
+    )
+
+
 def test_runs_without_a_recording_are_refused(runs, tmp_path):
     outcome = replay(tmp_path, "--step", 3)
     assert outcome.code == 2
     assert "has no recording; train with --record 2" in outcome.output
+    outcome = replay(runs[0], "--step", -1)
+    assert outcome.code == 2 and "--step must be at least 0, got -1" in outcome.output
     outcome = replay(runs[0], "--step", 1)
     assert outcome.code == 2
     assert "--step 1: the recording of" in outcome.output

@@ -9,7 +9,8 @@ rank gave the same.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
 
 import numpy as np
@@ -17,6 +18,8 @@ import numpy as np
 from sporeloom.core.errors import ConfigError
 from sporeloom.runtime.cpu.recording import Array, RecordedCall, RecordedMessage, Recording, StepRecord
 from sporeloom.runtime.cpu.replay import NodeResult, replay
+from sporeloom.runtime.spmd.value_shards import ValueShard
+from sporeloom.strategy.layout import Shape
 
 Kind = Literal["parameter", "operator", "message", "input"]
 CAUSES: tuple[Kind, ...] = ("parameter", "operator", "message", "input")
@@ -57,19 +60,32 @@ class Difference:
         return f"step {self.step}, rank {self.rank}: {self.what}, tensor {self.tensor}{self.details}"
 
 
-def first_difference(a: Recording, b: Recording) -> Difference | None:
-    """The cause of the first difference between two recordings; None if they are equal in all steps that both have.
+class OtherProgramError(Exception):
+    """The ranks of two recordings run other graphs, so only whole values can be compared."""
+
+
+def common_steps(a: Recording, b: Recording) -> list[int]:
+    """The steps that all ranks of both have, in order.
 
     Raises:
-        ConfigError: they have no step in common, or are of other meshes or programs.
+        ConfigError: there is none.
+    """
+    if steps := sorted(set(a.common_steps()) & set(b.common_steps())):
+        return steps
+    raise ConfigError(
+        f"{b.run}: has steps {b.common_steps()}, {a.run} {a.common_steps()}; none is in both: record more with --record"
+    )
+
+
+def first_difference(a: Recording, b: Recording, steps: Sequence[int]) -> Difference | None:
+    """The cause of the first difference between two recordings; None if they are equal in these steps.
+
+    Raises:
+        ConfigError: a record was changed.
+        OtherProgramError: they are of other meshes or programs.
     """
     if a.roots.keys() != b.roots.keys():
-        raise ConfigError(f"{b.run}: has {len(b.roots)} ranks, {a.run} {len(a.roots)}; give two runs of one mesh")
-    steps = sorted(set(a.common_steps()) & set(b.common_steps()))
-    if not steps:
-        raise ConfigError(
-            f"{b.run}: has steps {b.common_steps()}, {a.run} {a.common_steps()}; none is in both: record more with --record"
-        )
+        raise OtherProgramError
     for step in steps:
         records = {rank: (a.read(rank, step), b.read(rank, step)) for rank in sorted(a.roots)}
         found = [d for rank, pair in records.items() if (d := _of_rank(a, b, *pair, is_first=step == steps[0]))]
@@ -83,7 +99,9 @@ def first_difference(a: Recording, b: Recording) -> Difference | None:
 def _of_rank(a: Recording, b: Recording, one: StepRecord, other: StepRecord, is_first: bool) -> Difference | None:
     """The first difference of a rank in a step."""
     if one.state.keys() != other.state.keys() or [c.program for c in one.calls] != [c.program for c in other.calls]:
-        raise _of_other_program(a, b, one.rank)
+        raise OtherProgramError
+    if is_first and any(_parts(a, one.rank, c.program) != _parts(b, one.rank, c.program) for c in one.calls):
+        raise OtherProgramError
     for name, stored in one.state.items():
         if stored.sha256 != other.state[name].sha256:
             details = ", before the first common step" if is_first else ", which was equal after the step before"
@@ -91,6 +109,13 @@ def _of_rank(a: Recording, b: Recording, one: StepRecord, other: StepRecord, is_
     if _is_equal(one, other):
         return None
     return next(_in_calls(a, b, one, other), None)
+
+
+@cache
+def _parts(recording: Recording, rank: int, program: str) -> tuple[list[ValueShard], dict[str, tuple[Shape, Shape]]]:
+    """The parts of values that a graph has; names of tensors may differ between two compilations."""
+    values, parameters = recording.shards(rank, program)
+    return sorted((replace(each, name="") for each in values.values()), key=lambda each: each.key), parameters
 
 
 def _is_equal(one: StepRecord, other: StepRecord) -> bool:
@@ -123,7 +148,7 @@ def _in_calls(a: Recording, b: Recording, one: StepRecord, other: StepRecord) ->
                 what = f"input {position} of {call.program}"
                 yield Difference(step, rank, "input", what, str(position), f", of shape {list(x.shape)}")
         if [each.place for each in mine.trace[number]] != [each.place for each in theirs.trace[number]]:
-            raise _of_other_program(a, b, rank)
+            raise OtherProgramError
         for pair in zip(mine.trace[number], theirs.trace[number], strict=True):
             yield from _in_node(one, other, number, pair)
         for position, (left, right) in enumerate(zip(call.outputs, again.outputs, strict=True)):
@@ -135,10 +160,6 @@ def _in_calls(a: Recording, b: Recording, one: StepRecord, other: StepRecord) ->
     for name, after in one.after.items():
         if after != other.after[name]:
             yield Difference(step, rank, "operator", f"update of parameter {name}", name)
-
-
-def _of_other_program(a: Recording, b: Recording, rank: int) -> ConfigError:
-    return ConfigError(f"{b.run}: rank {rank} runs other graphs than in {a.run}; give two runs of one program")
 
 
 def _in_node(

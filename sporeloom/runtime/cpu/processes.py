@@ -23,9 +23,9 @@ from sporeloom.runtime.cpu.exchange import TransportExchange
 from sporeloom.runtime.cpu.find_nan import NanFinder
 from sporeloom.runtime.cpu.program import Program
 from sporeloom.runtime.cpu.recorder import FlightRecorder
-from sporeloom.runtime.cpu.recording import FOLDER
 from sporeloom.runtime.cpu.transport import Collectives, Transport
 from sporeloom.runtime.environment import end_with_msrun, job_name, launched_rank
+from sporeloom.runtime.recorded_environment import FOLDER
 from sporeloom.runtime.spmd.backend import SpmdBackend
 from sporeloom.runtime.spmd.rank_graph import RankGraph
 from sporeloom.strategy.config import Strategy
@@ -89,6 +89,7 @@ class CpuProcesses(SpmdBackend):
 
     def record(self, folder: Path, keep: int) -> None:
         self._recorder = FlightRecorder(folder / FOLDER, keep, self.rank, self.strategy.mesh.size)
+        self.tells_values = True
 
     def begin_step(self, step: int) -> None:
         if self._recorder:
@@ -113,6 +114,11 @@ class CpuProcesses(SpmdBackend):
         return tile_broadcasts(graph)
 
     def make_program(self, graph: RankGraph, cell: nn.Cell, name: str, among: Sequence[int]) -> Program:
+        if self._recorder:
+            owners = cell.get_parameters()
+            self._recorder.add_program(
+                name, graph, {p.name: self._shapes[id(p)] for p in owners if id(p) in self._shapes}
+            )
         program = Program(graph, cell, self.transport, name, self._nan_finder, among, self._recorder)
         self.rounded = max(self.rounded, program.widened.rounded, key=Counter.total)
         return program

@@ -36,8 +36,6 @@ class Program(LoadedProgram):
         recorder: FlightRecorder | None = None,
     ):
         self.name, self.recorder = name, recorder
-        if recorder:
-            recorder.add_program(name, graph.model.SerializeToString())
         messages, self.widened = lower(graph.model, transport, graph.groups, name, among, recorder)
         if nan_finder:
             nan_finder.watch(graph.model, messages)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,11 @@ from sporeloom.runtime.cpu.recording import (
     sha256_of,
     store,
     write_programs,
+    write_shards,
     write_step,
 )
+from sporeloom.runtime.spmd.rank_graph import RankGraph
+from sporeloom.strategy.layout import Shape
 
 
 class FlightRecorder:
@@ -50,10 +53,17 @@ class FlightRecorder:
         self.root.mkdir(parents=True)
         write_programs(self.root, self._files)
 
-    def add_program(self, name: str, model: bytes) -> None:
-        """Keep a graph of this rank, before its collectives are replaced."""
-        self._files[name] = f"{len(self._files)}.mindir"
-        (self.root / self._files[name]).write_bytes(model)
+    def add_program(self, name: str, graph: RankGraph, parameters: Mapping[str, Shape]) -> None:
+        """Keep a graph of this rank, before its collectives are replaced.
+
+        Args:
+            parameters: shapes of the whole parameters.
+        """
+        file = self._files[name] = f"{len(self._files)}.mindir"
+        (self.root / file).write_bytes(graph.model.SerializeToString())
+        layouts = graph.held_layouts.items()
+        starts = {name: layout.operator_slice(parameters[name], self.rank).start for name, layout in layouts}
+        write_shards(self.root, file, graph.values, {name: (parameters[name], start) for name, start in starts.items()})
         write_programs(self.root, self._files)
 
     def begin_step(self, step: int) -> None:

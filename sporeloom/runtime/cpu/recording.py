@@ -2,6 +2,7 @@
 """Recordings of the last steps of a rank, as files: programs, and for each step what it needs to run again alone.
 
 RUN/record/rank-0/programs.json, 0.mindir, ...    the graphs of the rank
+RUN/record/rank-0/0.shards.json, ...               which parts of which values and parameters a graph has
 RUN/record/rank-0/step-00000012/step.json          calls of graphs, messages, hashes
 RUN/record/rank-0/step-00000012/arrays.bin         values of parameters before the step, inputs, received messages
 """
@@ -24,11 +25,12 @@ from numpy.typing import NDArray
 
 from sporeloom import __version__
 from sporeloom.core.errors import ConfigError
+from sporeloom.runtime.recorded_environment import FOLDER, PROGRAMS, THREADS
+from sporeloom.runtime.spmd.value_shards import ValueShard
+from sporeloom.strategy.layout import Shape
 
-FOLDER, PROGRAMS, STEP, ARRAYS = "record", "programs.json", "step.json", "arrays.bin"
-FORMAT = 1
-THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-"""Environment variables on which the order of a sum may depend."""
+STEP, ARRAYS = "step.json", "arrays.bin"
+FORMAT = 2
 
 Array = NDArray[Any]
 
@@ -139,6 +141,19 @@ def write_step(root: Path, record: StepRecord, arrays: Path, keep: int) -> None:
         shutil.rmtree(old)
 
 
+def write_shards(
+    root: Path, file: str, values: Mapping[str, ValueShard], parameters: Mapping[str, tuple[Shape, Shape]]
+) -> None:
+    """Write the parts of values that the nodes and inputs of a graph are, and those of its parameters: shape of the whole,
+    and first entry of the part."""
+    shards = {"values": {name: asdict(each) for name, each in values.items()}, "parameters": dict(parameters)}
+    (root / _shards_file(file)).write_text(json.dumps(shards))
+
+
+def _shards_file(program_file: str) -> str:
+    return program_file.removesuffix(".mindir") + ".shards.json"
+
+
 def write_programs(root: Path, files: Mapping[str, str]) -> None:
     """Write which file has which graph of a rank, and what else its results depend on."""
     environment = {name: os.environ[name] for name in THREADS if name in os.environ}
@@ -200,9 +215,18 @@ class Recording:
         """Read a graph of a rank, as MindIR."""
         return (self.roots[rank] / self._about(rank)["files"][name]).read_bytes()
 
-    def environment(self, rank: int) -> dict[str, str]:
-        """Environment variables of the process of a rank, which must be set before MindSpore is loaded."""
-        return dict(self._about(rank)["environment"])
+    def shards(self, rank: int, name: str) -> tuple[dict[str, ValueShard], dict[str, tuple[Shape, Shape]]]:
+        """Read which parts a graph of a rank has, as `write_shards` was given them."""
+        path = self.roots[rank] / _shards_file(self._about(rank)["files"][name])
+        found = _read(path)
+        try:
+            values = {
+                node: ValueShard(**{**each, **{name: tuple(each[name]) for name in ("shape", "start", "size")}})
+                for node, each in found["values"].items()
+            }
+            return values, {name: (tuple(a), tuple(b)) for name, (a, b) in found["parameters"].items()}
+        except (KeyError, TypeError, ValueError) as error:
+            raise _unreadable(path, error) from None
 
     def other_versions(self) -> list[str]:
         """Packages whose version is not that of the recording, with both versions."""

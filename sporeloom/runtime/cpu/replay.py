@@ -48,13 +48,20 @@ class Replay:
     """Values that differ from the recording, in the order of the step."""
     trace: list[list[NodeResult]] = field(default_factory=list)
     """For each call the results of its operators in topological order, if they were requested."""
+    after: dict[str, Array] = field(default_factory=dict)
+    """Parameters after the step, if the results of operators were requested."""
 
 
-def replay(recording: Recording, rank: int, step: int, traced: bool = False) -> Replay:
+Look = Callable[[int, str, Array], object]
+"""Gets the number of a call, a node and its result."""
+
+
+def replay(recording: Recording, rank: int, step: int, traced: bool = False, look: Look | None = None) -> Replay:
     """Run one step of one rank again.
 
     Args:
         traced: whether the results of all operators are hashed.
+        look: gets the results of all operators.
 
     Raises:
         ConfigError: there is no such record, or its file was changed.
@@ -67,10 +74,13 @@ def replay(recording: Recording, rank: int, step: int, traced: bool = False) -> 
     for call in record.calls:
         if call.program not in programs:
             model = mind_ir.ModelProto.FromString(recording.program(rank, call.program))
-            programs[call.program] = _ReplayedProgram(model, rank, owners, traced)
+            programs[call.program] = _ReplayedProgram(model, rank, owners, traced, look)
         found.trace.append(programs[call.program].replay(call, record, found))
     for name, owner in owners.items():
-        _compare(f"parameter {name} after the step", sha256_of(owner.asnumpy()), record.after[name], found)
+        after = owner.asnumpy()
+        _compare(f"parameter {name} after the step", sha256_of(after), record.after[name], found)
+        if look:
+            found.after[name] = after
     return found
 
 
@@ -83,7 +93,15 @@ def _compare(what: str, now: str, recorded: str, found: Replay) -> None:
 class _ReplayedProgram:
     """A graph of a rank whose messages are those of the recording."""
 
-    def __init__(self, model: mind_ir.ModelProto, rank: int, owners: Mapping[str, Parameter], traced: bool):
+    def __init__(
+        self,
+        model: mind_ir.ModelProto,
+        rank: int,
+        owners: Mapping[str, Parameter],
+        traced: bool,
+        look: Look | None,
+    ):
+        self._traced, self._look, self._number = traced, look, 0
         self._messages: dict[str, Array] = {}
         """Node -> what it received in the recorded call."""
         self._sent: dict[str, str] = {}
@@ -97,12 +115,13 @@ class _ReplayedProgram:
             node.op_type = add_pyfunc_primitive(model, run, is_scalar=not output_of(node).dims)
         self._numbers = {node.output[0]: number for number, node in enumerate(model.graph.node)}
         self._received = {node.output[0] for node in nodes}
-        if traced:
-            inspect_nodes(model, self._received, self._look)
+        if traced or look:
+            inspect_nodes(model, self._received, self._inspection)
         self._program = LoadedProgram(RankGraph(model, {}, {}, rank), owners)
 
     def replay(self, call: RecordedCall, record: StepRecord, found: Replay) -> list[NodeResult]:
         """Run the graph as in a recorded call. Returns the results of its operators."""
+        self._number = next(number for number, each in enumerate(record.calls) if each is call)
         self._messages = {node: record.array(message.received) for node, message in call.messages.items()}
         self._sent = {}
         self._trace = {}
@@ -117,16 +136,21 @@ class _ReplayedProgram:
     def _message(self, node: str) -> Callable[[Array], Array]:
         def run(x: Array) -> Array:
             self._sent[node] = sha256_of(x)
-            # Messages without dims are not inspected otherwise.
-            self._trace[self._numbers[node]] = NodeResult(node, "", sha256_of(self._messages[node]), self._sent[node])
-            return self._messages[node]
+            received = self._messages[node]
+            if self._traced:  # here, because messages without dims are not inspected
+                self._trace[self._numbers[node]] = NodeResult(node, "", sha256_of(received), self._sent[node])
+            if self._look:
+                self._look(self._number, node, received)
+            return received
 
         return run
 
-    def _look(self, node: str, place: str) -> Callable[[Array], Array]:
+    def _inspection(self, node: str, place: str) -> Callable[[Array], Array]:
         def look(x: Any) -> Array:
-            if node not in self._received:
+            if node not in self._received and self._traced:
                 self._trace[self._numbers[node]] = NodeResult(node, place, sha256_of(x))
+            if node not in self._received and self._look:
+                self._look(self._number, node, np.array(x))
             return np.array(x)
 
         return look

@@ -93,6 +93,9 @@ class SpmdBackend(ProgramBackend):
     """One of several ranks whose graphs are derived from the graph of one device, and so are equivalent to it.
     Subclasses define how a rank runs its graphs and how ranks exchange values between them."""
 
+    tells_values = False
+    """Whether the graphs that are made from now on say which values they have parts of."""
+
     def __init__(self, *given: Any):
         super().__init__(*given)
         self.sharded: list[ShardedGraph] = []
@@ -128,14 +131,14 @@ class SpmdBackend(ProgramBackend):
     def _of_rank(self, sharded: Sharded, graph: Graph, part: str) -> RankGraph:
         if self.alteration is not None:
             graph = self.alteration.graph(part, graph, sharded.grid, self.rank)
-        return sharded.of_rank(self.rank, self.suited(graph))
+        return sharded.of_rank(self.rank, self.suited(graph), part if self.tells_values else None)
 
     def suited(self, graph: Graph) -> Graph:
         """A graph with the same results that suits the kernels of this backend."""
         return graph
 
     def _remember(self, sharded: ShardedGraph) -> None:
-        self.sharded.append(replace(sharded, graph=Graph({}, {}, [], []), layouts={}))
+        self.sharded.append(replace(sharded, graph=Graph({}, {}, [], []), layouts={}, made={}))
         self.graph_summary = sharded.summary()
 
     def _compiled(self, cell: nn.Cell, described: Sequence[tuple[Shape, Any]]) -> Runnable:

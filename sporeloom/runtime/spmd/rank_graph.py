@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from sporeloom.core.lines import first_line
 from sporeloom.mindspore_compat.names import mind_ir, numpy_type
 from sporeloom.runtime.backend import ParameterLayout
+from sporeloom.runtime.spmd.value_shards import ValueShard
 from sporeloom.strategy.layout import Shape
 
 DECIDES_BY_DATA = (
@@ -44,6 +45,8 @@ class RankGraph:
     groups: dict[str, list[int]]
     """Communication groups that the compiler created: name -> ranks."""
     rank: int
+    values: Mapping[str, ValueShard] = field(default_factory=dict, repr=False)
+    """Node or input -> the value of one device's graph that it has a part of, if these were requested."""
 
     @property
     def held_layouts(self) -> dict[str, ParameterLayout]:

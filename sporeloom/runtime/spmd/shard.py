@@ -28,6 +28,7 @@ from sporeloom.partition.rank_mindir import write_rank
 from sporeloom.partition.sharded_graph import MixedRowsError, PartitionError, ShardedGraph
 from sporeloom.runtime.backend import ParameterLayout
 from sporeloom.runtime.spmd.rank_graph import RankGraph
+from sporeloom.runtime.spmd.value_shards import ValueShard, shards_of_values
 from sporeloom.strategy.axes import ROWS
 from sporeloom.strategy.layout import Layout, Shape
 from sporeloom.strategy.mesh import Mesh, part_of_axis
@@ -164,11 +165,19 @@ class Sharded:
     """Layouts of all parameters."""
     grid: DeviceGrid
 
-    def of_rank(self, rank: int, graph: Graph | None = None) -> RankGraph:
-        """The graph that `rank` executes: all of it, or `graph`, a part of it."""
+    def of_rank(self, rank: int, graph: Graph | None = None, tells_values_of: str | None = None) -> RankGraph:
+        """The graph that `rank` executes: all of it, or `graph`, a part of it.
+
+        Args:
+            tells_values_of: name of the part, if `RankGraph.values` are to be set.
+        """
         sharded = self.result if graph is None else replace(self.result, graph=graph)
-        written, groups = write_rank(sharded, self.model, self.grid, rank)
-        return RankGraph(written, self.layouts, groups, rank)
+        written, groups, names = write_rank(sharded, self.model, self.grid, rank)
+        values: Mapping[str, ValueShard] = {}
+        if tells_values_of is not None:
+            is_update = tells_values_of == "update"
+            values = shards_of_values(self.source, self.result.made, names, self.grid, rank, is_update)
+        return RankGraph(written, self.layouts, groups, rank, values)
 
 
 def _with_functional_rules(graph: Graph, decisions: Decisions, has_batch: bool) -> tuple[Graph, dict[str, Pin]]:

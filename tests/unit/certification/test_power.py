@@ -9,9 +9,9 @@ import pytest
 
 from sporeloom.certification import power
 from sporeloom.certification.page import page
-from sporeloom.certification.planting import choose_sites
+from sporeloom.certification.planting import PlantedFault, SiteList, choose_sites
 from sporeloom.certification.proof import ONE_DEVICE
-from sporeloom.partition.faults import KINDS, SWAPPED_MICROBATCHES, Site
+from sporeloom.partition.faults import KIND_NAMES, KINDS, REPEATED_MICROBATCH, SWAPPED_MICROBATCHES, Site
 
 LEFT_OUT, TWICE, STALE = "a sum over ranks is left out", "a sum over ranks is taken twice", KINDS[-1].name
 WEIGHT, SMALL = np.array([0.5, -0.25], np.float32), np.array([8e-6, -8e-6], np.float32)
@@ -65,8 +65,25 @@ def test_a_report_counts_by_kind_and_names_escapes(found):
     named = f"{LEFT_OUT}: AllReduce at mlp (step, dp 2): weights differ by 5.0e-06, at most 1e-05"
     assert f"escaped: {named}" in report
     assert f"escaped on two processes, too: {named}" in report
-    assert report[-1].startswith(f"no operator of the program fits {len(KINDS) + 1 - 3} kinds: ")
+    assert report[-1].startswith(f"no operator of the program fits {len(KIND_NAMES) - 3} kinds: ")
     assert SWAPPED_MICROBATCHES in report[-1]
+
+
+def test_faults_of_a_schedule_are_listed_and_planted_where_there_are_microbatches():
+    orders = {}
+    for stage, number in ((0, 1), (0, 3), (1, 3)):
+        listed = SiteList()
+        assert list(listed.order(stage, number)) == list(range(number))
+        for site in listed.sites:
+            fault = PlantedFault(site)
+            orders[stage, number, site.kind] = [list(fault.order(other, number)) for other in (0, 1)]
+            assert fault.is_planted
+    repeated, swapped = [[0, 1, 0], [0, 1, 0]], [[0, 1, 2], [1, 0, 2]]
+    assert orders == {
+        (0, 3, REPEATED_MICROBATCH): repeated,
+        (1, 3, REPEATED_MICROBATCH): repeated,
+        (1, 3, SWAPPED_MICROBATCHES): swapped,
+    }
 
 
 def test_sites_are_chosen_at_equal_distances():

@@ -65,7 +65,7 @@ def test_what_is_written_is_read(tmp_path, monkeypatch):
     assert (message.tag, message.place, message.sent) == ("tag", "AllReduce of mlp", "1")
     assert record.after == {"w": sha256_of(WEIGHT)}
     assert recording.program(0, "program 0") == b"graph"
-    assert recording.environment(0) == {"OMP_NUM_THREADS": "3"}
+    assert recording._about(0)["environment"] == {"OMP_NUM_THREADS": "3"}
     assert recording.other_versions() == []
 
 

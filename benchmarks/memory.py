@@ -57,17 +57,15 @@ inputs, received values, sums of gradients over microbatches. They are arrays of
   which the graph lists its operators the prediction for "10M" was 454 MB instead of 518.
 - A graph holds its inputs until it runs again, also in the next step. Rank 1 of "10M, pp 2, gpipe" was predicted 13 % too
   low from a first step alone.
-- The missed rank, and stage 0 of the other pipelines and stage 1 of "25M, pp 2 x tp 2", hold up to 9 MB more than
-  predicted; the reason is not known. Pools of pipelines have more fragments than the simulated one: up to 10 % of the pool.
+- MindSpore's CPU kernels keep lists of indices beside the pool, as long as a graph exists: Add, Sub, Mul and Div 16 bytes
+  for each element of a result whose inputs have different shapes, Transpose 8 bytes. Therefore CPU processes tile such inputs
+  (`partition/broadcasts.py`), and this prediction has the tiles. Before, "10M, dp 2" held 872 MB and rank 1 of "10M, pp 2"
+  868 MB; and pools of pipelines had up to 10 % more fragments than predicted, and 9 MB more in use.
 
 ## The process holds more than the pool
 
-VmHWM is not predicted: it exceeds the pool two to fifteen times. Single operators, measured alone on
-2048 x 8192 float32 (64 MB), explain most of it: each operator that broadcasts an input keeps 256 MB and each
-Transpose 128 MB outside the pool, and does not return them; two, four and eight such operators in a graph keep
-two, four and eight times as much. Elementwise operators without broadcasting keep nothing. In "10M" the operators
-that broadcast or transpose keep 932 MB by this rule, of the 1133 MB that the process holds beyond its pool. So
-a CPU process needs much more than the values that are alive. Devices have other kernels.
+VmHWM is not predicted: it has the indices of Transpose, the compiler's memory, and the arrays named above, besides the pool.
+Steps of one device with few parameters run without tiles, as MindSpore compiles them ("tiny", "10M").
 
 ## Beside the planner's closed formulas
 

@@ -8,6 +8,7 @@ benchmarks/results/modern.md. `pip install -e '.[benchmark]'`, then `python benc
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import os
 import platform
@@ -77,12 +78,17 @@ class Ours:
         optimizer = AdamW(net.trainable_params(), bias_correction=True)
         step = TrainStep(net, optimizer, parallelize(net, SINGLE_DEVICE), rank=0, max_grad_norm=1.0).set_train()
         inputs, numbers = [Tensor(a) for a in make_batch(samples(), 2, 2)], itertools.count(1)
+        call = self.run_of(step)
 
         def run():
             optimizer.prepare(next(numbers), 1e-4)
-            float(step(*inputs)[0].asnumpy())
+            float(call(*inputs)[0].asnumpy())
 
         return run
+
+    def run_of(self, step):
+        """How the engine runs a step, as `sporeloom train` does."""
+        return functools.partial(self.engine.run, step)
 
     def decode(self, shape, batch):
         from mindspore import Tensor  # noqa: PLC0415

@@ -24,7 +24,6 @@ from sporeloom.strategy.certificate import about_versions
 
 if TYPE_CHECKING:
     from sporeloom.strategy_search.candidates import Candidate
-    from sporeloom.strategy_search.networks import Network
 
 
 @dataclass(frozen=True)
@@ -162,7 +161,8 @@ class NetworkJob:
 class NetworkRequest(SearchRequest):
     """A search for a custom network, which returns its loss."""
 
-    network: Network
+    network: Any
+    """A `networks.Network`; that module loads MindSpore."""
     job: NetworkJob
     cluster_file: Path
     faults: FaultModel | None = None

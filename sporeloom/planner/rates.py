@@ -152,6 +152,9 @@ class Rates:
         self.overhead = fitted.layer_overhead_us * 1e-6 if job.captured == "none" else 0.0
         self.expert_overhead = self.experts.layer_overhead_us * 1e-6 if job.captured != "all" else 0.0
         self.tp = axes_bandwidth(cluster, job, ("tp",), job.tp, 1)
+        self.cp = self.tp  # as published runs were fitted: their engines pass keys and values on while they compute
+        if job.own_graphs:
+            self.cp = axes_bandwidth(cluster, job, ("cp",), job.cp, job.tp)
         self.width = job.activation_bytes
         self.factor_width = 1 if job.precision == "fp8" else self.width
 

@@ -119,6 +119,10 @@ def _problems(config: SimulateConfig) -> Iterator[str]:
                 yield f"{flag} has no effect if failed servers are back at once; give --repair-hours"
     if (config.memory_copy_every_s is None) != (config.memory_copy_pause_s is None):
         yield "--memory-copy-every-s and --memory-copy-pause-s belong together; give both"
+    usual = {field.name: field.default for field in dataclasses.fields(config)}
+    for name in ("trace_from_hours", "trace_hours") if config.trace is None else ():
+        if getattr(config, name) != usual[name]:
+            yield f"--{name.replace('_', '-')} has no effect without a trace; give --trace"
     if config.checkpoint_every_s and config.checkpoint_write_s > config.checkpoint_every_s:
         yield (
             f"--checkpoint-write-s {config.checkpoint_write_s:g} is longer than --checkpoint-every-s "
@@ -237,7 +241,7 @@ def _with_copies(job: Job, config: SimulateConfig) -> Iterator[Job]:
         raise ConfigError(
             f"--memory-copy-every-s {every:g} is more than half of the {job.interval_s:g} s between checkpoints; give less"
         )
-    copies = round(job.interval_s / every)
+    copies = max(round(job.interval_s / every), math.ceil(job.write_s / every))
     yield dataclasses.replace(job, interval_s=every, pause_s=pause, copies_per_checkpoint=copies)
 
 

@@ -10,7 +10,6 @@ from sporeloom.core.errors import ConfigError
 from sporeloom.dry_run.memory.run import memory_timeline, pool_bytes
 from sporeloom.dry_run.partitioned import Partitioned, partition_model
 from sporeloom.dry_run.rank_report import RankParameter, RankReport, StepCost, rank_parameters
-from sporeloom.dry_run.time.device_model import DeviceModel
 from sporeloom.dry_run.time.run import step_times
 from sporeloom.dry_run.walk import PHASE_OF_PASS
 from sporeloom.dry_run.work import Work, add_work, between, phases_of
@@ -51,9 +50,7 @@ def compile_ranks(
         ConfigError: it cannot be partitioned.
     """
     partitioned = partition_model(family, model, strategy, batch, inference, accumulate, task)
-    step = (
-        step_times(partitioned, DeviceModel(cluster, strategy.mesh.stage_size, strategy.mesh.size)) if cluster else None
-    )
+    step = step_times(partitioned, cluster) if cluster else None
     reports = [dataclasses.replace(rank_report(partitioned, rank), step=step) for rank in ranks]
     if auxiliary is None:
         return reports
@@ -87,7 +84,7 @@ def cost_of(
     partitioned: Partitioned, ranks: Sequence[int], auxiliary: Mapping[int, Mapping[str, int]], cluster: Cluster
 ) -> StepCost:
     """Simulate a partitioned step."""
-    step = step_times(partitioned, DeviceModel(cluster, partitioned.strategy.mesh.stage_size))
+    step = step_times(partitioned, cluster)
     pools = {rank: pool_bytes(partitioned, rank, auxiliary.get(rank)) for rank in ranks}
     return StepCost(max(of.end for of in step.values()), pools)
 

@@ -9,7 +9,6 @@ import math
 from dataclasses import dataclass
 
 from sporeloom.planner.dimensions import Dimensions
-from sporeloom.planner.members import every
 from sporeloom.planner.memory import head_columns
 from sporeloom.planner.parallelism import Parallelism
 from sporeloom.planner.rates import KERNEL_HEAD, Rates, all_reduce, all_to_all, axes_bandwidth, groups_along
@@ -80,7 +79,7 @@ def layer_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> LayerTime
     if job.overlaps_tensor_parallel:
         reduced *= 1 - TP_OVERLAP
     if job.cp > 1:
-        reduced += 2 * rates.width * tokens * dims.kv_size / tp * (job.cp - 1) / rates.tp  # keys and values go round
+        reduced += 2 * rates.width * tokens * dims.kv_size / tp * (job.cp - 1) / rates.cp  # keys and values go round
     part = LayerTime(matmul, attention, rates.width * passes / rates.bytes, rates.overhead, reduced)
     if not dims.num_experts:
         return part
@@ -141,7 +140,8 @@ def _exchange(dims: Dimensions, job: Parallelism, rates: Rates, tokens: float, r
             added_up = tokens * job.sorted_rows(dims)
             if parts < job.tp:  # biases, sharded by features in their table and by experts as rows: forward alone
                 moved = (dims.mlp_matrices - 1) * width * added_up * dims.expert_ffn_size
-                groups = every(rates.cluster.units, job.tp // parts, 1, job.devices)
+                over_tp = job.mesh.parted("tp", job.tp // parts)[0]
+                groups = groups_along(rates.cluster, job, over_tp, job.tp // parts, parts)
                 once = all_to_all(rates.cluster, moved / parts, groups)
                 sent += (once + all_reduce(moved, parts, rates.tp) / 2) / 2  # mean of both passes
         return sent, all_reduce(width * added_up * h, job.tp, rates.tp)

@@ -127,7 +127,7 @@ def _reductions(dims: Dimensions, job: Parallelism, rates: Rates, work: LayerWor
     backward = of(h) + of(work.latent_width) + (of(h) / 2 if job.sequence_parallel else 0.0)
     if job.cp > 1:
         width = work.gathered_width / tp + work.gathered_key
-        shared = rates.width * tokens * width * (job.cp - 1) / rates.tp  # keys and values go round
+        shared = rates.width * tokens * width * (job.cp - 1) / rates.cp  # keys and values go round
     return forward + shared, backward + shared
 
 

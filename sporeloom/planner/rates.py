@@ -101,12 +101,13 @@ def float32_speed(cluster: Cluster) -> float:
     return FLOAT32_SPEED if measured is None else measured
 
 
-def ring_latency(cluster: Cluster, size: int, stride: int, devices: int = 0) -> float:
-    """Seconds that the hops of a ring through every `stride`-th device take, however little each moves: one from each rank to
-    the next. An all-reduce has twice as many."""
-    if size == 1:
-        return 0.0
-    servers = max(math.ceil(size / members.counts[0]) for members in every(cluster.units, size, stride, devices))
+def ring_latency(groups: Iterable[Members]) -> float:
+    """Seconds that the hops of a ring take, however little each moves: one from each rank to the next. The slowest of the
+    groups. An all-reduce has twice as many."""
+    return max(_hops(members.size, math.ceil(members.size / members.counts[0])) for members in groups)
+
+
+def _hops(size: int, servers: int) -> float:
     between = servers if servers > 1 else 0
     return max(0, size - 1 - between) * RING_HOP_S + between * NETWORK_HOP_S
 
@@ -151,6 +152,9 @@ class Rates:
         self.overhead = fitted.layer_overhead_us * 1e-6 if job.captured == "none" else 0.0
         self.expert_overhead = self.experts.layer_overhead_us * 1e-6 if job.captured != "all" else 0.0
         self.tp = axes_bandwidth(cluster, job, ("tp",), job.tp, 1)
+        self.cp = self.tp  # as published runs were fitted: their engines pass keys and values on while they compute
+        if job.own_graphs:
+            self.cp = axes_bandwidth(cluster, job, ("cp",), job.cp, job.tp)
         self.width = job.activation_bytes
         self.factor_width = 1 if job.precision == "fp8" else self.width
 

@@ -22,7 +22,7 @@ from sporeloom.planner.memory import (
 )
 from sporeloom.planner.parallelism import Parallelism
 from sporeloom.planner.parts_time import head_passes, layer_passes, times
-from sporeloom.planner.rates import Rates, all_reduce, axes_bandwidth, ring_latency, slowest_ring
+from sporeloom.planner.rates import Rates, all_reduce, axes_bandwidth, groups_along, ring_latency, slowest_ring
 from sporeloom.strategy.listed_schedule import Pass
 from sporeloom.strategy.schedule import idle_microbatches, splits_backward
 from sporeloom.strategy.schedule import times as schedule_times
@@ -189,7 +189,7 @@ def _data_parallel(
     hops = 0.0
     if not job.own_graphs:  # of a ring; our graphs have rounds, of which there are few
         rings = max(job.stages(dims.num_layers)) * job.collectives_of_layer
-        hops = rings * ring_latency(cluster, job.replicas, job.tp, job.devices)
+        hops = rings * ring_latency(groups_along(cluster, job, ("dp", "cp"), job.replicas, job.tp))
     trained = adapters or parameters
     backward = compute * 2 / 3
     if job.zero == 3:

@@ -17,7 +17,6 @@ from sporeloom.core.errors import ConfigError
 from sporeloom.core.shipped import DECODER, EXPERTS
 from sporeloom.dry_run.memory.run import pool_bytes
 from sporeloom.dry_run.partitioned import begin, partition_forward
-from sporeloom.dry_run.time.device_model import DeviceModel
 from sporeloom.dry_run.time.run import step_times
 from sporeloom.dry_run.time.simulate import RankTime
 from sporeloom.inference.cache import CacheName, cache_problems
@@ -202,17 +201,17 @@ class _Server:
         return weights, cache
 
     def plan(self, cluster: Cluster) -> ServingPlan:
-        device, load = DeviceModel(cluster), self.load
-        decode, peak = self._step(device, load.num_rows, 1)
+        load = self.load
+        decode, peak = self._step(cluster, load.num_rows, 1)
         first_token_s = 0.0
         for length, calls in load.chunks.items():
-            chunk, chunk_peak = self._step(device, 1, length)
+            chunk, chunk_peak = self._step(cluster, 1, length)
             first_token_s, peak = first_token_s + calls * chunk.end, max(peak, chunk_peak)
         parts = {**decode.busy(), **decode.exposed()}
         return ServingPlan(load, self.strategy.mesh.tp, *self.held_bytes, peak, first_token_s, decode.end, parts)
 
-    def _step(self, device: DeviceModel, rows: int, length: int) -> tuple[RankTime, int]:
+    def _step(self, cluster: Cluster, rows: int, length: int) -> tuple[RankTime, int]:
         """Time of `length` tokens of each of some rows, and the peak of the memory pool."""
         ids, slots = ((rows, length), np.int32), ((rows, self.model.kv_heads, length, 3), np.int32)
         partitioned = partition_forward(self.net, self.strategy, [ids, ids, ((rows,), np.int32), slots])
-        return step_times(partitioned, device)[0], pool_bytes(partitioned, 0)
+        return step_times(partitioned, cluster)[0], pool_bytes(partitioned, 0)

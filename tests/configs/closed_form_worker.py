@@ -9,7 +9,6 @@ from sporeloom.core.command_line import parse_args
 from sporeloom.dry_run.config import DryRunConfig, check
 from sporeloom.dry_run.memory.run import memory_timeline
 from sporeloom.dry_run.partitioned import partition_model
-from sporeloom.dry_run.time.device_model import DeviceModel
 from sporeloom.dry_run.time.run import step_times
 from sporeloom.planner.closed_forms import job_of
 from sporeloom.planner.cluster import read_cluster
@@ -34,7 +33,7 @@ def both(flags):
     options = (run.batch_size, run.seq_len), False, run.config.accumulate, run.task
     partitioned = partition_model(run.config.model, run.model, run.strategy, *options)
     mesh, cluster = run.strategy.mesh, read_cluster(Path("ascend910b"))
-    simulated = max(of.end for of in step_times(partitioned, DeviceModel(cluster, mesh.stage_size, mesh.size)).values())
+    simulated = max(of.end for of in step_times(partitioned, cluster).values())
     dims = of_decoder(run.model, run.seq_len)
     job = job_of(run.strategy, run.model, run.batch_size, run.config.accumulate)
     held = [activation_peak(memory_timeline(partitioned, stage * mesh.stage_size)) for stage in range(mesh.pp)]

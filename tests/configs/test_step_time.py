@@ -12,6 +12,8 @@ from dry_run_strategies import COMMON, RULES
 from sporeloom.core.command_line import parse_args
 from sporeloom.core.errors import ConfigError
 from sporeloom.dry_run.config import DryRunConfig, check
+from sporeloom.dry_run.time.device_model import DeviceModel
+from sporeloom.planner.cluster import read_cluster
 
 WORKER = "tests/configs/time_worker.py"
 STRATEGIES = {
@@ -41,6 +43,20 @@ def test_a_step_adds_up_and_does_what_the_graphs_hold(tmp_path, name):
         assert counted["tasks"] == counted["graph"], "each collective and message once"
         assert counted["simulated_flops"] == counted["flops"]
     assert ("host" in time["stages"][0]["busy"]) == (name == "host")
+
+
+def test_groups_of_other_stages_share_the_links_of_a_server(tmp_path):
+    """Servers of 3: that of ranks 3 to 5 has members of groups of both stages."""
+    path = tmp_path / "cluster.json"
+    path.write_text(json.dumps({"chip": "h100", "devices_per_node": 3, "inter_node_port_gb_per_s": 100}))
+    settings = "mesh: {pp: 2, dp: 2, tp: 2}\npipeline: {num_microbatches: 2}\n"
+    found = call(WORKER, "collectives", [*flags_of(tmp_path, settings), "--cluster", str(path)])
+    cluster = read_cluster(path)
+    all_send, one_sends = DeviceModel(cluster, 4, 8), DeviceModel(cluster, 4)
+    assert {tuple(ranks) for _, _, ranks, _ in found} >= {(0, 2), (4, 6)}
+    for kind, size, ranks, seconds in found:
+        assert seconds == all_send.collective(kind, size, ranks).seconds
+    assert any(seconds > one_sends.collective(kind, size, ranks).seconds for kind, size, ranks, seconds in found)
 
 
 def test_more_microbatches_make_the_bubble_smaller(tmp_path):

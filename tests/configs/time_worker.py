@@ -4,6 +4,7 @@
 import dataclasses
 from collections import Counter
 from pathlib import Path
+from unittest.mock import patch
 
 from sporeloom.core.command_line import parse_args
 from sporeloom.dry_run.compile import rank_report
@@ -26,13 +27,32 @@ def count(of):
     return found
 
 
-def step(flags):
-    """The report of a step, and what the graphs of each stage count."""
+def _partitioned(flags):
     run = check(parse_args(DryRunConfig, "", flags, check))
     options = (run.batch_size, run.seq_len), False, run.config.accumulate, run.task
-    partitioned = partition_model(run.config.model, run.model, run.strategy, *options)
+    return run, partition_model(run.config.model, run.model, run.strategy, *options)
+
+
+def collectives(flags):
+    """Kind, bytes, ranks and seconds of the collectives of a step."""
+    found, collective = [], DeviceModel.collective
+
+    def noted(device, kind, num_bytes, ranks):
+        choice = collective(device, kind, num_bytes, ranks)
+        found.append((kind, num_bytes, list(ranks), choice.seconds))
+        return choice
+
+    with patch.object(DeviceModel, "collective", noted):
+        run, partitioned = _partitioned(flags)
+        step_times(partitioned, run.cluster)
+    return found
+
+
+def step(flags):
+    """The report of a step, and what the graphs of each stage count."""
+    run, partitioned = _partitioned(flags)
     cluster = read_cluster(Path("ascend910b"))
-    times = step_times(partitioned, DeviceModel(cluster, run.strategy.mesh.stage_size, run.strategy.mesh.size))
+    times = step_times(partitioned, cluster)
     counted = {}
     reports = [rank_report(partitioned, rank) for rank in times]
     for report in reports:

@@ -22,6 +22,7 @@ from sporeloom.dry_run.time.kernels import Graphs
 from sporeloom.dry_run.time.simulate import COMPUTE, PASS, RankTime, Task, simulate
 from sporeloom.dry_run.walk import StepWalk
 from sporeloom.partition.graph import Graph, Name, TensorType
+from sporeloom.planner.cluster import Cluster
 from sporeloom.runtime.spmd.step_graphs import types_of
 
 MOMENTS = ("adam_m.", "adam_v.")
@@ -201,7 +202,8 @@ def step_tasks(partitioned: Partitioned, device: DeviceModel) -> dict[int, list[
     return {rank: _TimedStep(partitioned, rank, device).tasks() for rank in ranks}
 
 
-def step_times(partitioned: Partitioned, device: DeviceModel) -> dict[int, RankTime]:
-    """Simulate a step: the first rank of each stage. The other ranks of a stage have the same graphs and do the same at the
-    same time."""
-    return simulate(step_tasks(partitioned, device))
+def step_times(partitioned: Partitioned, cluster: Cluster) -> dict[int, RankTime]:
+    """Simulate a step on a cluster: the first rank of each stage. The other ranks of a stage have the same graphs and do the
+    same at the same time."""
+    mesh = partitioned.strategy.mesh
+    return simulate(step_tasks(partitioned, DeviceModel(cluster.with_running(mesh.size), mesh.stage_size, mesh.size)))

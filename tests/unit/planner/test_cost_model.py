@@ -15,6 +15,7 @@ from sporeloom.models.parameters import num_parameters, parameter_shapes
 from sporeloom.planner.cluster import Cluster, Efficiency, Overlap, read_cluster
 from sporeloom.planner.dimensions import Dimensions, of_decoder
 from sporeloom.planner.layer_time import head_forward, layer_forward
+from sporeloom.planner.members import every
 from sporeloom.planner.memory import (
     expert_parameters,
     layer_activations,
@@ -341,7 +342,7 @@ def test_hidden_gathers_slow_the_computation_down():
     assert free.weights == free.gradients == 0
     ring = 7 / 8 / group_bandwidth(A100, 8, 1)
     num_bytes = 2 * max(stage_parameters(dims, job))
-    hops = dims.num_layers * ring_latency(A100, 8, 1)
+    hops = dims.num_layers * ring_latency(every(A100.units, 8, 1, 0))
     assert shared_cores.weights == pytest.approx(0.25 * 2 * (ring * num_bytes + hops))
     assert shared_cores.gradients == pytest.approx(0.25 * (ring * num_bytes + hops))
 

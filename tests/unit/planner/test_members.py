@@ -135,7 +135,7 @@ def test_the_closed_form_and_the_simulation_move_data_equally_fast(name, size, s
     sent -= all_to_all(cluster, 1e12, every(cluster.units, size, stride, devices))
     exchanged = device.collective("AlltoAll", 2e12, ranks).seconds
     exchanged -= device.collective("AlltoAll", 1e12, ranks).seconds
-    assert exchanged == pytest.approx(sent / cluster.fitted_experts.all_to_all)
+    assert exchanged == pytest.approx(sent)  # the efficiency of all-to-alls is in both, once
 
 
 def test_the_second_group_of_64_is_in_two_racks_and_all_wait_for_it():

@@ -10,8 +10,9 @@ import pytest
 from sporeloom.models.family import size_config
 from sporeloom.planner.cluster import read_cluster
 from sporeloom.planner.dimensions import of_decoder
+from sporeloom.planner.layer_time import layer_forward
 from sporeloom.planner.parallelism import Parallelism
-from sporeloom.planner.rates import groups_along
+from sporeloom.planner.rates import Rates, groups_along
 from sporeloom.planner.search import PlanRequest, describe, evaluate, search
 from sporeloom.strategy.axes import AXES
 from sporeloom.strategy.mesh import Mesh
@@ -32,6 +33,22 @@ def test_the_closed_form_counts_where_the_groups_of_an_order_lie():
     assert other.total < usual.total
     long = dataclasses.replace(SHORT, seq_len=4096)
     assert seconds(AXES, long).total < seconds(TP_OUTSIDE, long).total
+
+
+def test_keys_and_values_take_the_links_between_ranks_of_cp():
+    """16 neighbours, 8 servers with 2 neighbours each, and one rank of each of 16 servers."""
+    dims = dataclasses.replace(SHORT, seq_len=4096)
+    jobs = [
+        Parallelism(cp=16, own_graphs=True),
+        Parallelism(cp=16, tp=4, order=("pp", "dp", "cp", "tp"), own_graphs=True),
+        Parallelism(cp=16, tp=8, own_graphs=True),
+    ]
+    rates = [Rates(dims, job, H100) for job in jobs]
+    inside, network = (link.gb_per_s * link.efficiency * 1e9 for link in (H100.links[0], H100.links[-1]))
+    assert [each.cp for each in rates] == pytest.approx([min(inside, 8 * network), 2 * network, network])
+    assert Rates(dims, dataclasses.replace(jobs[2], order=("pp", "dp", "tp", "cp")), H100).cp == rates[0].cp
+    moved = 2 * 2 * 4096 / 16 * dims.kv_size * 15 / rates[0].cp
+    assert layer_forward(dims, jobs[0], rates[0]).tensor_parallel == pytest.approx(moved)
 
 
 ORDERS = [AXES, ("pp", "tp", "cp", "dp"), ("pp", "cp", "dp", "tp"), ("pp", "tp", "dp", "cp")]

@@ -7,6 +7,7 @@ import pytest
 from conftest import shared
 
 from sporeloom.planner.layer_time import attention_core, exposed_rows, layer_forward
+from sporeloom.planner.members import every
 from sporeloom.planner.open_settings import plausible, seconds_range
 from sporeloom.planner.parts_time import head_passes
 from sporeloom.planner.published import describe, read_rows
@@ -91,7 +92,8 @@ def test_selective_recomputation_repeats_what_the_recipe_names(runs):
 def test_libraries_send_a_token_to_a_rank_once(runs):
     cluster, k, ranks = runs["na_qwen3_30b_8"].cluster, 8, 8
     once = ranks * (1 - (1 - 1 / ranks) ** k) / k
-    fast, slow = (all_to_all(cluster, 1e12, ranks, 1, copies=copies) for copies in (k, 0))
+    groups = every(cluster.units, ranks, 1, ranks)
+    fast, slow = (all_to_all(cluster, 1e12, groups, copies) for copies in (k, 0))
     assert fast / slow == pytest.approx(once, rel=1e-3)
 
 

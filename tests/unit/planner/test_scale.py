@@ -7,9 +7,11 @@ import pytest
 
 from sporeloom.planner.cluster import Cluster
 from sporeloom.planner.dimensions import Dimensions
+from sporeloom.planner.members import every
 from sporeloom.planner.parallelism import Parallelism
 from sporeloom.planner.rates import NETWORK_HOP_S, RING_HOP_S, ring_latency
 from sporeloom.planner.step_time import step_time
+from sporeloom.strategy.axes import AXES
 
 INTERNLM_7B = Dimensions(
     num_layers=32,
@@ -25,6 +27,7 @@ INTERNLM_7B = Dimensions(
 )
 TOKENS_PER_S = {64: 3690, 128: 3571, 256: 3209, 512: 2861, 1024: 2271}
 """Of a GPU, ZeRO 1 over all of them (InternLM, doc/en/train_performance.md: tp=1, zero1=-1; 4 microbatches of 2)."""
+TP_OUTSIDE = ("pp", "tp", "cp", "dp")
 SERVER_GB_PER_S = 4 * 100 / 8
 
 
@@ -56,5 +59,15 @@ def test_fewer_collectives_hide_the_number_of_replicas():
 
 @pytest.mark.parametrize(("size", "hops", "between"), [(1, 0, 0), (8, 7, 0), (16, 13, 2), (1024, 895, 128)])
 def test_a_ring_has_a_hop_from_each_rank_to_the_next(size, hops, between):
-    found = ring_latency(Cluster.of_chip("a100_80gb"), size, 1)
+    found = ring_latency(every(Cluster.of_chip("a100_80gb").units, size, 1, 0))
     assert found == pytest.approx(hops * RING_HOP_S + between * NETWORK_HOP_S)
+
+
+def test_hops_are_those_of_the_order_of_the_axes():
+    """dp of 8 in one server, and each in another: the same bytes are sent, over other hops."""
+    with_hops, without = (
+        [internlm(64, dp=8, tp=8, order=order, collectives_of_layer=count).weights for order in (AXES, TP_OUTSIDE)]
+        for count in (1e6, 0)
+    )
+    hops = [(one - other) / 32 / 1e6 for one, other in zip(with_hops, without, strict=True)]
+    assert hops == pytest.approx([8 * NETWORK_HOP_S, 7 * RING_HOP_S], rel=0.01)

@@ -9,7 +9,7 @@ import math
 import numpy as np
 import pytest
 
-from sporeloom.cli.simulate import main
+from sporeloom.cli.simulate import SimulateConfig, _with_copies, main
 from sporeloom.core.errors import ConfigError
 from sporeloom.simulation.faults import Component, FaultRates, Faults, read_faults
 from sporeloom.simulation.intervals import daly, expected_time, young
@@ -225,6 +225,13 @@ FLAGS = [
 ]
 
 
+def test_a_checkpoint_is_written_before_the_next_one_with_copies_too():
+    given = {"devices": 8, "faults": "llama3_h100", "steps": 1, "step_time_s": 1.0, "checkpoint_pause_s": 1.0}
+    config = SimulateConfig(**given, restart_s=1.0, memory_copy_every_s=40.0, memory_copy_pause_s=1.0)
+    copies = [_with_copies(dataclasses.replace(JOB, interval_s=100.0, write_s=write), config) for write in (0.0, 90.0)]
+    assert [each.copies_per_checkpoint for each in itertools.chain(*copies)] == [2, 3]
+
+
 def test_a_window_of_a_run_is_written_as_a_trace(tmp_path, capsys):
     path = tmp_path / "run.json"
     flags = [
@@ -274,6 +281,7 @@ def test_the_command_compares_policies(capsys):
             ["--memory-copy-every-s", "9e6", "--memory-copy-pause-s", "1"],
             "--memory-copy-every-s 9e+06 is more than half of the",
         ),
+        (["--trace-hours", "9"], "--trace-hours has no effect without a trace; give --trace"),
         (["--trace", "t.json", "--trace-from-hours", "999"], "--trace-from-hours 999 is after the end of the run"),
         (
             ["--slow-server-hours", "2"],

@@ -19,6 +19,8 @@ INSTEAD = "use the folder of the unquantized model, or one with weights of int8 
 FORMATS = ("pack-quantized", "int-quantized", "naive-quantized")
 SEVERAL = "mixed-precision"
 """Format of a folder with a format for each group."""
+STATUSES = ("compressed", "frozen")
+"""Statuses of folders with quantized tensors: older versions wrote that of the model that they compressed."""
 READ = ("quant_method", "format", "config_groups", "quantization_status")
 OFF = ("kv_cache_scheme", "sparsity_config", "transform_config")
 """Keys that change the computation unless they are empty."""
@@ -62,8 +64,8 @@ def _problems(values: Mapping[str, Any]) -> Iterator[str]:
     kind = values.get("format")
     if kind not in (*FORMATS, SEVERAL):
         yield f"format is {kind!r}; only {', '.join(FORMATS)} are read: {INSTEAD}"
-    if (status := values.get("quantization_status", "compressed")) != "compressed":
-        yield f"quantization_status is {status!r}; only 'compressed' is read: {INSTEAD}"
+    if (status := values.get("quantization_status", "compressed")) not in STATUSES:
+        yield f"quantization_status is {status!r}; only {', '.join(STATUSES)} are read: {INSTEAD}"
     for key in OFF:
         if not _is_off(values.get(key)):
             yield f"{key} is {str(values[key])[:100]}, which is not read: {INSTEAD}"

@@ -79,9 +79,12 @@ SLURM_ELASTIC = """#!/usr/bin/env bash
 # Add what your cluster needs: a partition, devices of a server (--gres), a time limit. Submit it with sbatch.
 # --no-kill keeps the job when a server fails; --requeue starts it again when the first one does.
 set -u
-servers_up() {{
-  sinfo --noheader --Node --nodes="$SLURM_JOB_NODELIST" --format="%N %t" |
-    awk '$2 ~ /^(alloc|mix|idle|comp)$/ {{ print $1 }}' | sort -u
+servers_up() {{  # waits while Slurm's controller does not answer: nothing is known about servers then
+  local found
+  until found=$(sinfo --noheader --Node --nodes="$SLURM_JOB_NODELIST" --format="%N %t"); do
+    sleep "${{LOOK_EVERY_S:-10}}"
+  done
+  awk '$2 ~ /^(alloc|mix|idle|comp)$/ {{ print $1 }}' <<<"$found" | sort -u
 }}
 if [ "${{1-}}" = --start ]; then  # by the launcher, for each start
   devices=$2 port=$3 logs=$4 servers=$((($2 + {local} - 1) / {local}))

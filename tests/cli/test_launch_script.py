@@ -164,8 +164,12 @@ def test_on_modelarts_the_environment_says_which_server(tmp_path, four, cluster)
 
 
 ELASTIC = {
-    # One server of three is down.
-    "sinfo": '#!/usr/bin/env bash\nprintf "%s\\n" "a alloc" "b down*" "c mix" "a alloc"\n',
+    # One server of three is down. The controller does not answer every other time.
+    "sinfo": """#!/usr/bin/env bash
+mkdir "$RECORDS.asked" 2>/dev/null && echo "slurm_load_node: timed out" >&2 && exit 1
+rmdir "$RECORDS.asked"
+printf "%s\\n" "a alloc" "b down*" "c mix" "a alloc"
+""",
     "srun": """#!/usr/bin/env bash
 printf "%s\n" "$@" > "$RECORDS/srun"
 for n in 0 1; do SLURM_NODEID=$n "${@:6}" || exit; done

@@ -23,6 +23,7 @@ from sporeloom.runtime.cpu.transport import Transport
 from sporeloom.runtime.engine import Engine
 from sporeloom.strategy.loader import load_strategy
 from sporeloom.tasks.example import task_network
+from sporeloom.train.ema import Averages
 from sporeloom.train.optim import BothOptimizers
 
 STEPS, FAULTY_STEP, KEEP = 3, 2, 2
@@ -77,7 +78,9 @@ class Training:
         report = parallelize(net, strategy)
         self.optimizer = BothOptimizers(net.trainable_params(), None)
         network = wrap(net, strategy, 1)
-        self.step = TrainStep(network, self.optimizer, report, self.engine.rank, self.engine.all_reduce()).set_train()
+        averages, rank = Averages(self.optimizer.parameters, 0.5), self.engine.rank
+        sums = self.engine.all_reduce()
+        self.step = TrainStep(network, self.optimizer, report, rank, sums, averages=averages).set_train()
         self.batches = list(itertools.islice(decoder_batches(config, rows), STEPS))
         self.num_messages = 0
         self._perform(1)  # compiles
@@ -87,6 +90,7 @@ class Training:
     def _perform(self, number):
         self.optimizer.adam.prepare(number, 1e-3)
         self.optimizer.sgd.prepare(number, 0.0)
+        self.step.averages.prepare()
         self.engine.run(self.step, *self.batches[number - 1])
 
     def run(self, folder, fault):

@@ -59,6 +59,12 @@ def first_difference_of_wholes(a: Recording, b: Recording, step: int, tolerance:
         raise ConfigError(
             f"{lacks.run}: has no parameter {name}, {has.run} has it; give two runs of one network and optimizer"
         )
+    shapes = {name: [list(each.before[name].parts[0].shape) for each in (one, other)] for name in one.before}
+    for name, (mine, theirs) in shapes.items():
+        if mine != theirs:
+            raise ConfigError(
+                f"{b.run}: parameter {name} is {theirs}, in {a.run} {mine}; give two runs of one network and optimizer"
+            )
     return compared(one, other, tolerance)
 
 

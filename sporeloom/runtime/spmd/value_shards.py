@@ -23,8 +23,11 @@ from sporeloom.strategy.tensor_slice import rank_slice
 DEPTH = 3
 """Number of operators before a value, one after another, by which it is identified."""
 MAX_NODES = 1 << 32
-SAME_VALUE = ("Depend", "Load")
+SAME_VALUE = ("Depend", "Load", "TensorMove")
 """Operators that return their first input."""
+UPDATES = ("optimizer", "qk_clip", "averages")
+"""Attributes of a training step whose results are left out: the parameters after the step are compared, for which rounding
+may determine a direction."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,9 @@ def _keys(source: Graph) -> dict[Name, tuple[str, str, TensorType]]:
     counts, found = Counter[str](), dict[Name, tuple[str, str, TensorType]]()
     for name, node in makers.items():
         type = node.types[node.outputs.index(name)]
-        if type is not None and type.dtype.startswith(("float", "bfloat")) and node.kind != "Constant":
+        is_update = _place(node).partition(",")[0].partition(".")[0] in UPDATES
+        is_float = type is not None and type.dtype.startswith(("float", "bfloat"))
+        if type is not None and is_float and node.kind != "Constant" and not is_update:
             found[name] = f"{marks[name]}.{counts[marks[name]]}", f"{node.kind} of {_place(node)}", type
             counts[marks[name]] += 1
     return found

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Values of other meshes are put together from the parts of ranks, and the first that differs is told with its rank."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 from sporeloom.core.errors import ConfigError
 from sporeloom.runtime.cpu.reference import as_step, read_reference
-from sporeloom.runtime.cpu.whole_differences import Equal, compared
+from sporeloom.runtime.cpu.whole_differences import Equal, compared, first_difference_of_wholes
 from sporeloom.runtime.cpu.whole_values import WholeStep, WholeValue
 from sporeloom.runtime.spmd.value_shards import ValueShard
 
@@ -117,6 +119,20 @@ def test_a_weight_may_drift_where_adam_follows_rounding(wrong, squares, differs)
     one, other = (parameters(model__w=each, adam_v__model__w=squares) for each in (X, wrong))
     found = compared(one, other, 1e-4)
     assert "parameter model.w before the step" in found if differs else found == Equal(2, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ({"w": X[:3]}, r"b: parameter w is \[3, 2\], in a \[4, 2\]; give two runs of one network"),
+        ({"v": X}, "has no parameter v, b has it"),
+    ],
+)
+def test_runs_of_other_networks_are_refused(monkeypatch, other, told):
+    steps = {"a": parameters(w=X), "b": parameters(**other)}
+    monkeypatch.setattr(WholeStep, "of", lambda recording, step: steps[recording.run])
+    with pytest.raises(ConfigError, match=told):
+        first_difference_of_wholes(*(SimpleNamespace(run=name) for name in steps), 1, 1e-4)
 
 
 def test_a_mask_of_large_numbers_hides_nothing():

@@ -97,7 +97,7 @@ class Ours:
         return step
 
     def recomputed(self, batch, context, weights):
-        from sporeloom.inference.decoding import UncachedDecoder  # noqa: PLC0415
+        from sporeloom.inference.uncached import UncachedDecoder  # noqa: PLC0415
 
         decoding = UncachedDecoder(self.engine, self.network(weights=weights), self.config, batch)
 

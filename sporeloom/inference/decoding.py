@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Next-token logits of growing texts: with a KV cache, or recomputed from all tokens each time.
+"""Next-token logits of growing texts, with a KV cache.
 
 Shapes are padded to a few lengths (buckets), each compiled once, so that a new prompt compiles nothing.
 """
@@ -9,14 +9,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import Any, Protocol
 
 import numpy as np
 from mindspore import Tensor, nn
 from numpy.typing import NDArray
 
-from sporeloom.core.errors import ConfigError
-from sporeloom.inference.cache import CacheFullError, SlotTable, cache_bytes
+from sporeloom.inference.cache import SlotTable, cache_bytes
 from sporeloom.inference.pooling import Pooling
 from sporeloom.inference.slot_memory import SlotMemory
 from sporeloom.inference.speculation import cut
@@ -204,6 +204,7 @@ class CachedDecoder(CacheDecoder):
     the shapes are the same whatever else is running: the logits of a prompt depend on no other, to the bit.
 
     A draft is computed in the places of rows that get no token in a step, where the network lends them: in the same shape.
+    Where a product gives another bit to another place in the batch, tokens are computed one after another in the first place.
     """
 
     def __init__(self, *of: Any, **more: Any):
@@ -242,7 +243,8 @@ class CachedDecoder(CacheDecoder):
         self.compile(as_tensors(self._inputs(rows, {}, length, every)), net)
 
     def _compile_decode(self) -> None:
-        self.compile(as_tensors(self._inputs(range(self.num_rows), {}, 1, False)))
+        rows = range(0, self.num_rows, 1 if self.net.places_are_alike else self.in_replica)
+        self.compile(as_tensors(self._inputs(rows, {}, 1, False)))
 
     def next_chunks(self, waiting: Mapping[int, Sequence[int]], is_alone: bool) -> dict[int, Sequence[int]]:
         del is_alone  # the logits of a prompt would depend on it
@@ -307,14 +309,38 @@ class CachedDecoder(CacheDecoder):
                 idle.remove(place)
                 rows[place], given[place], starts[place] = row, [token], starts[row] + len(places[row])
                 places[row].append(place)
-        inputs = self._inputs_at(rows, given, starts, 1, False)
         for row, of_row in places.items():
             self.slot_table.append(row, len(of_row))
-        output = self.engine.run(self.net, *as_tensors(inputs))
-        if not self.engine.in_last_stage:
+        logits = self._run_places(rows, given, starts, places.values())
+        if logits is None:
             return None
-        logits = output.asnumpy()
         return {row: logits[of_row] if row in drafts else logits[row] for row, of_row in places.items()}
+
+    def _run_places(
+        self,
+        rows: Sequence[int],
+        given: Sequence[Sequence[int]],
+        starts: Sequence[int],
+        texts: Iterable[Sequence[int]],
+    ) -> Logits | None:
+        """Logits (B, V) of all places: at once, or a place of each replica after another, those of a text in its order."""
+        turns: Iterable[Sequence[int | None]] = [range(len(rows))]
+        if not self.net.places_are_alike:
+            queues: list[list[int]] = [[] for _ in range(self.num_replicas)]
+            for places in texts:
+                queues[places[0] // self.in_replica] += places
+            turns = zip_longest(*queues)
+        logits = np.zeros((len(rows), self.config.vocab_size), np.float32)
+        for turn in turns:
+            held = [number * self.in_replica if place is None else place for number, place in enumerate(turn)]
+            tokens = [() if place is None else given[place] for place in turn]
+            inputs = self._inputs_at(
+                [rows[place] for place in held], tokens, [starts[place] for place in held], 1, False
+            )
+            output = self.engine.run(self.net, *as_tensors(inputs))
+            if self.engine.in_last_stage:
+                logits[held] = output.asnumpy()
+        return logits if self.engine.in_last_stage else None
 
     def _inputs(
         self, rows: Sequence[int], feed: Mapping[int, Sequence[int]], length: int, every: bool
@@ -340,61 +366,3 @@ class CachedDecoder(CacheDecoder):
             self.adapters[row] = adapter
         else:
             assert adapter == 0, adapter
-
-
-class UncachedDecoder(Rows):
-    """Decoding without a cache: every step computes all tokens again. For comparison, and for texts of one step."""
-
-    cache_bytes = 0
-    reusable = 0
-
-    def __init__(self, engine: Engine, net: nn.Cell, config: ModelConfig, num_rows: int):
-        super().__init__(engine, net, config, num_rows)
-        self.tokens: list[list[int]] = [[] for _ in range(num_rows)]
-
-    def prepare(self, prompt_lengths: Iterable[int], max_new_tokens: int) -> None:
-        grown = {length + more for length in prompt_lengths for more in range(max_new_tokens)}
-        for length in sorted({bucket(n, self.config.seq_len) for n in grown}):
-            self.compile(as_tensors(self.inputs(self.tokens, [0] * self.num_rows, length, False)))
-
-    def next_chunks(self, waiting: Mapping[int, Sequence[int]], is_alone: bool) -> dict[int, Sequence[int]]:
-        del is_alone
-        return dict(waiting)
-
-    def cut_drafts(
-        self, chunks: Mapping[int, Sequence[int]], rows: Collection[int], drafts: Mapping[int, Sequence[int]]
-    ) -> dict[int, Sequence[int]]:
-        return {}  # a longer text is computed in another shape
-
-    def step(
-        self,
-        chunks: Mapping[int, Sequence[int]],
-        tokens: Mapping[int, int],
-        every: bool = False,
-        drafts: Mapping[int, Sequence[int]] = NO_DRAFTS,
-    ) -> dict[int, Logits] | None:
-        assert not drafts, drafts
-        added = {**chunks, **{row: [token] for row, token in tokens.items()}}
-        for row, ids in added.items():
-            if len(self.tokens[row]) + len(ids) > self.config.seq_len:
-                raise CacheFullError(f"row {row} holds {len(self.tokens[row])} tokens, no room for {len(ids)} more")
-            self.tokens[row] += ids
-        length = bucket(max(len(self.tokens[row]) for row in added), self.config.seq_len)
-        feed = {row: self.tokens[row] for row in added}
-        given = [feed.get(row, []) for row in range(self.num_rows)]
-        logits = self.run(range(self.num_rows), feed, self.inputs(given, [0] * self.num_rows, length, every))
-        if logits is None or not every:
-            return logits
-        return {row: logits[row][-len(chunks[row]) :] if row in chunks else logits[row][-1] for row in logits}
-
-    def states(self, chunks: Mapping[int, Sequence[int]]) -> dict[int, Logits] | None:
-        raise ConfigError("embeddings need a KV cache; decode with one")
-
-    def trim(self, row: int, length: int) -> None:
-        del self.tokens[row][length:]
-
-    def clear(self, row: int, length: int = 0) -> None:
-        self.trim(row, length)
-
-    def use_adapter(self, row: int, adapter: int) -> None:
-        assert adapter == 0, adapter

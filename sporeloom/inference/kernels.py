@@ -11,6 +11,7 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,7 @@ from sporeloom.nn.moe import ExpertLinear, MoE
 from sporeloom.nn.multi_lora import AdaptedProduct
 from sporeloom.nn.norm import RMSNorm
 from sporeloom.nn.w8a8 import W8A8ExpertLinear, W8A8Linear
+from sporeloom.runtime.cpu.products import NAMES
 
 SWITCH = "SPORELOOM_KERNELS"
 """Environment variable: 0 computes with MindSpore's operators alone."""
@@ -136,6 +138,26 @@ def use_kernels(net: nn.Cell, library: Path) -> int:
             cell.has_kernel = True
             count += 1
     return count
+
+
+def use_products(net: nn.Cell, library: Path) -> int:
+    """Let the library compute all products of an inference network in float32 that are MindSpore's own. Returns their
+    number."""
+    count = 0
+    for _, cell in net.cells_and_names():
+        for name, own in list(cell._primitives.items()):
+            if type(own) in (ops.MatMul, ops.BatchMatMul):
+                lies = own.transpose_a, own.transpose_b
+                shape = partial(_shape_of_product, *lies)
+                function = f"{library}:{NAMES[lies]}"
+                product = ops.Custom(function, out_shape=shape, out_dtype=lambda x, _: x, func_type="aot")
+                setattr(cell, name, product)
+                count += 1
+    return count
+
+
+def _shape_of_product(x_lies: bool, w_lies: bool, x: list[int], w: list[int]) -> list[int]:
+    return [*np.broadcast_shapes(x[:-2], w[:-2]), x[-1 if x_lies else -2], w[-2 if w_lies else -1]]
 
 
 def rows_are_alone(net: nn.Cell) -> bool:

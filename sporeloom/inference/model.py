@@ -20,7 +20,7 @@ from sporeloom.checkpoint.model_folder import Read, check_shapes, open_weights
 from sporeloom.checkpoint.tensor_files import WEIGHTS
 from sporeloom.core.errors import ConfigError
 from sporeloom.inference.cache import CacheName, cache_problems
-from sporeloom.inference.kernels import kernel_library, rows_are_alone, use_kernels
+from sporeloom.inference.kernels import kernel_library, rows_are_alone, use_kernels, use_products
 from sporeloom.inference.memory import side_by_side
 from sporeloom.inference.quantize import quantize, quantized_weights
 from sporeloom.models.adapters import LoRAConfig
@@ -35,6 +35,7 @@ from sporeloom.nn.lora import attach_adapters
 from sporeloom.nn.multi_lora import attach_several_adapters
 from sporeloom.nn.replace import share_parameters
 from sporeloom.parallel.parallelize import parallelize
+from sporeloom.runtime.cpu.products import PRODUCT_LIBRARIES
 from sporeloom.runtime.spmd.program import SOURCES, Source
 from sporeloom.strategy.config import Strategy
 from sporeloom.strategy.tensor_slice import TensorSlice
@@ -64,7 +65,7 @@ def build_model(
     with whose parameters it computes, whatever becomes of them; `lora`: that model's adapters. `ranks`: of several adapters
     that tokens choose from (see `ranks_of_several`). `num_drafts`: maximum number of drafted tokens of a row, for which
     other places in the batch compute. `kv_cache`: number type of the caches. `gives_states`: `HiddenStates` can be wrapped
-    around it. `takes_kernels`: on a CPU alone compiled kernels replace operators. `drafts`: layers of multi-token prediction
+    around it. `takes_kernels`: on CPUs compiled kernels replace operators. `drafts`: layers of multi-token prediction
     have caches.
     """
     with no_init_parameters():
@@ -89,17 +90,25 @@ def build_model(
         if isinstance(cell, ExpertCell):
             cell.sorts_rows = False
     net.num_kernels, net.has_several_adapters, net.rows_are_alone = 0, bool(ranks), False
-    if (
-        caches
-        and takes_kernels
-        and strategy.mesh.size == 1
-        and ms.get_context("device_target") == "CPU"
-        and (library := kernel_library())
-    ):
-        net.num_kernels = use_kernels(net, library)
-        net.rows_are_alone = config.experts is None and rows_are_alone(net)
+    net.places_are_alike = ms.get_context("device_target") != "CPU"
+    if caches and takes_kernels and not net.places_are_alike and (library := kernel_library()):
+        _compute_by(library, net, config, strategy.mesh.size)
     net.num_drafts, net.kv_cache = num_drafts, kv_cache
     return net.set_train(False)
+
+
+def _compute_by(library: Path, net: nn.Cell, config: ModelConfig, num_devices: int) -> None:
+    """Let kernels compute, on a CPU alone whole parts and in several processes products, so that no place in a batch matters:
+    MindSpore's products sum some rows in another order."""
+    if num_devices == 1:
+        net.num_kernels = use_kernels(net, library)
+        net.rows_are_alone = config.experts is None and rows_are_alone(net)
+    if num_devices > 1 and config.compute_dtype != "float16":  # processes compute bfloat16 in float32
+        PRODUCT_LIBRARIES.set(net, str(library))
+        net.places_are_alike = True
+    if num_devices == 1 and config.compute_dtype == "float32":
+        net.num_kernels += use_products(net, library)
+        net.places_are_alike = True
 
 
 def load_model(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from sporeloom.data.tokenizer import Prompt, Tokenizer
 from sporeloom.inference.config import GenerateJob
-from sporeloom.inference.decoding import Decoding, UncachedDecoder
+from sporeloom.inference.decoding import Decoding
 from sporeloom.inference.draft_model import open_speculation
 from sporeloom.inference.growing_text import GrowingText
 from sporeloom.inference.mixed import cached
@@ -18,6 +18,7 @@ from sporeloom.inference.sampling import Sampler, SamplingConfig
 from sporeloom.inference.scheduler import generate
 from sporeloom.inference.speculation import Speculation
 from sporeloom.inference.stopping import StopCondition, at_text, first_of, held_back
+from sporeloom.inference.uncached import UncachedDecoder
 from sporeloom.runtime.engine import Engine
 
 

@@ -49,6 +49,8 @@ class Decoder(nn.Cell, TyingCell):
     """Whether each token may have an adapter of its own."""
     rows_are_alone = False
     """Whether what a row gets is the same to the bit however many rows there are."""
+    places_are_alike = False
+    """Whether it is the same at each place in a batch of one size."""
     num_drafts = 0
     """Maximum number of drafted tokens of a row, for which other places in the batch compute; 0: none do."""
     drafts = False

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixed requests in one process of a job, alone and together, with drafts and with a warm prefix cache, for test_drafts."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -11,8 +12,10 @@ from sporeloom.checkpoint.adapters import read_adapter
 from sporeloom.checkpoint.model_folder import load_config
 from sporeloom.data.tokenizer import find_tokenizer, folder_tokenizer
 from sporeloom.inference.cache import cache_bytes
+from sporeloom.inference.decoding import CachedDecoder
 from sporeloom.inference.draft_length import DraftLength
 from sporeloom.inference.draft_model import open_speculation
+from sporeloom.inference.kernels import SWITCH
 from sporeloom.inference.mixed import cached
 from sporeloom.inference.model import load_model
 from sporeloom.inference.prefix_cache import prefix_cache
@@ -172,3 +175,31 @@ def combined(checkpoint, kind, weights, modules=(), count=4):
     speculation = open_speculation(flags, draft, engine, drafting)
     drafted = in_pairs(opened(drafting, engine, None, speculation))
     return {"plain": found, "drafts": drafted, "drafted": speculation.drafted, "accepted": speculation.accepted}
+
+
+def places(checkpoint, formats, strategy=None, modules=(), num_rows=8):
+    """For each (weights, KV cache, switch of the kernels): how many different logits each of three tokens gets in all places
+    of a batch, also as a draft in other rows' places; and whether the places are computed at once."""
+    engine, folder = Engine.start(load_strategy(Path(strategy)) if strategy else SINGLE_DEVICE), Path(checkpoint)
+    family, config = load_config(folder)
+    adapters = [read_adapter(Path(module), family, config) for module in modules]
+    ids, told = list(range(40, 59)), []
+    for weights, kv, switch in formats:
+        of = folder, family, config, engine.strategy, (num_rows, 33), weights, adapters, DRAFTS, kv
+        with patch.dict(os.environ, {SWITCH: switch}):
+            net = load_model(*of)
+        decoding = CachedDecoder(engine, net, config, num_rows, 33, CHUNK)
+        for row in range(num_rows):
+            decoding.use_adapter(row, len(adapters))
+            for start in range(0, len(ids), CHUNK):
+                decoding.step({row: ids[start : start + CHUNK]}, {})
+        found = [decoding.step({}, dict.fromkeys(range(num_rows), token)) for token in (7, 8, 9)]
+        for row in (0, num_rows - 1):
+            decoding.trim(row, len(ids))
+            found.append(decoding.step({}, {row: 7}, drafts={row: [8, 9]}))
+        if engine.is_log_rank:
+            at_once = [np.stack([logits[row] for row in range(num_rows)]) for logits in found[:3]]
+            drafted = [logits[row] for logits, row in zip(found[3:], (0, num_rows - 1), strict=True)]
+            every = [np.concatenate([of_token, [each[n] for each in drafted]]) for n, of_token in enumerate(at_once)]
+            told.append(([len({row.tobytes() for row in each}) for each in every], net.places_are_alike))
+    return told if engine.is_log_rank else None

@@ -12,12 +12,13 @@ from conftest import shared, tool
 from mindspore.graph.api import _cell_graph_executor
 
 from sporeloom.checkpoint.model_folder import load_config, save_checkpoint
-from sporeloom.inference.decoding import CachedDecoder, UncachedDecoder
+from sporeloom.inference.decoding import CachedDecoder
 from sporeloom.inference.mixed import RaggedDecoder
 from sporeloom.inference.model import load_model
 from sporeloom.inference.requests import Request
 from sporeloom.inference.sampling import Sampler, SamplingConfig
 from sporeloom.inference.scheduler import generate
+from sporeloom.inference.uncached import UncachedDecoder
 from sporeloom.models.family import family_module, size_config
 from sporeloom.models.weight_formats import WEIGHT_FORMATS
 from sporeloom.nn.linear import MAX_KERNEL_ROWS

@@ -65,6 +65,24 @@ def test_rows_that_go_through_adapters(checkpoint, tmp_path):
     check(call(WORKER, "mixed", str(checkpoint), None, modules, "int8", 9), "CachedDecoder")
 
 
+EVERY_PLACE = [1, 1, 1]
+"""Different logits of each of three tokens."""
+
+
+def test_each_place_of_a_batch_gives_the_same_bits(checkpoint, tmp_path):
+    """At once by kernels, or one after another by MindSpore's operators, whose products depend on the place."""
+    modules = [str(adapter_folder(tmp_path / "adapter", checkpoint, LORA, 1))]
+    told = call(WORKER, "places", str(checkpoint), [("float32", "auto", "1"), ("int8", "int8", "0")], None, modules)
+    assert told == [[EVERY_PLACE, True], [EVERY_PLACE, False]]
+
+
+def test_so_does_each_place_on_a_mesh(checkpoint, tmp_path):
+    modules = [str(adapter_folder(tmp_path / "adapter", checkpoint, LORA, 1))]
+    arguments = str(checkpoint), [("int4-g32", "int8", "1")], str(CONFIGS / "pangu_tiny_tp2.yaml"), modules
+    (told,) = filter(None, call(WORKER, "places", *arguments, processes=2))
+    assert told == [[EVERY_PLACE, True]]
+
+
 def check_models(found, right, least):
     """No answer is another one; drafts of the model itself are right where the most likely token is chosen, those of random
     weights hardly ever.

@@ -14,11 +14,12 @@ from safetensors.numpy import load_file
 from sporeloom.checkpoint.huggingface import export_published, import_published, open_published
 from sporeloom.checkpoint.model_folder import load_config
 from sporeloom.data.batch import document_positions, make_batch, mtp_targets
-from sporeloom.inference.decoding import CachedDecoder, UncachedDecoder
+from sporeloom.inference.decoding import CachedDecoder
 from sporeloom.inference.model import load_model
 from sporeloom.inference.requests import Request
 from sporeloom.inference.sampling import Sampler, SamplingConfig
 from sporeloom.inference.scheduler import generate
+from sporeloom.inference.uncached import UncachedDecoder
 from sporeloom.models.family import family_module
 from sporeloom.nn.moe import MoE
 from sporeloom.runtime.engine import Engine

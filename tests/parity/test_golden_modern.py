@@ -16,11 +16,12 @@ from safetensors.numpy import load_file
 from sporeloom.checkpoint.huggingface import export_published, import_published, open_published
 from sporeloom.checkpoint.model_folder import load_config, load_weights
 from sporeloom.data.batch import document_positions
-from sporeloom.inference.decoding import CachedDecoder, UncachedDecoder
+from sporeloom.inference.decoding import CachedDecoder
 from sporeloom.inference.model import load_model
 from sporeloom.inference.requests import Request
 from sporeloom.inference.sampling import Sampler, SamplingConfig
 from sporeloom.inference.scheduler import generate
+from sporeloom.inference.uncached import UncachedDecoder
 from sporeloom.models.family import family_module
 from sporeloom.runtime.engine import Engine
 from sporeloom.strategy.config import SINGLE_DEVICE

@@ -12,6 +12,7 @@ from mindspore import Tensor, nn
 from sporeloom.core.errors import ConfigError
 from sporeloom.runtime.cpu.find_nan import NanFinder
 from sporeloom.runtime.cpu.lowering import lower
+from sporeloom.runtime.cpu.products import PRODUCT_LIBRARIES, exchange_products
 from sporeloom.runtime.cpu.recorder import FlightRecorder
 from sporeloom.runtime.cpu.transport import Transport
 from sporeloom.runtime.spmd.program import LoadedProgram, in_float32, materialize
@@ -37,6 +38,8 @@ class Program(LoadedProgram):
     ):
         self.name, self.recorder = name, recorder
         messages, self.widened = lower(graph.model, transport, graph.groups, name, among, recorder)
+        if library := PRODUCT_LIBRARIES.get(cell):
+            exchange_products(graph.model, library)
         if nan_finder:
             nan_finder.watch(graph.model, messages)
         owners = {parameter.name: parameter for parameter in cell.get_parameters()}

@@ -13,6 +13,7 @@ def calling(library):
         dims = (ctypes.c_int * count)(*(array.ndim for array in arrays))
         rows = [(ctypes.c_int64 * array.ndim)(*array.shape) for array in arrays]
         shapes = (ctypes.POINTER(ctypes.c_int64) * count)(*rows)
-        assert getattr(library, name)(count, data, dims, shapes, None, None, None) == 0
+        types = (ctypes.c_char_p * count)(*(array.dtype.name.encode() for array in arrays))
+        assert getattr(library, name)(count, data, dims, shapes, types, None, None) == 0
 
     return run

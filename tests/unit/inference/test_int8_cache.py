@@ -10,10 +10,11 @@ import pytest
 from sporeloom.checkpoint.model_folder import save_checkpoint
 from sporeloom.core.errors import ConfigError
 from sporeloom.inference.cache import cache_bytes, cache_problems
-from sporeloom.inference.decoding import CachedDecoder, UncachedDecoder
+from sporeloom.inference.decoding import CachedDecoder
 from sporeloom.inference.mixed import cached
 from sporeloom.inference.model import CACHE, load_model
 from sporeloom.inference.sampling import BadLogitsError, check_logits
+from sporeloom.inference.uncached import UncachedDecoder
 from sporeloom.models.family import size_config
 from sporeloom.models.parameters import parameter_shapes
 from sporeloom.nn.cache import Int8KVCache

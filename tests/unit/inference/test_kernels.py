@@ -50,6 +50,35 @@ def test_products(call, rows, columns):
 
 
 @needs_compiler
+@pytest.mark.parametrize("inner", [3, 17, 32, 1025])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 5), (2, 1025), (7, 8), (13, 33)])
+@pytest.mark.parametrize("kind", ["nn", "nt", "tn", "tt"])
+def test_products_of_any_size(call, kind, rows, columns, inner):
+    """A batch whose dims repeat in one of both. With MindSpore's products the last of 7 or 13 rows, and the second of 3
+    matrices, get other bits than the same numbers elsewhere."""
+    random = np.random.default_rng(rows)
+    x, w = (
+        random.standard_normal((2, 1, 1, inner), np.float32),
+        random.standard_normal((2, 1, inner, columns), np.float32),
+    )
+    x = np.broadcast_to(x, (2, 3, rows, inner))
+    given = [
+        np.ascontiguousarray(a.swapaxes(-1, -2) if lies == "t" else a) for a, lies in zip((x, w), kind, strict=True)
+    ]
+    y = np.full((2, 3, rows, columns), np.nan, np.float32)
+    call(f"product_{kind}", *given, y)
+    added = np.abs(x) @ np.abs(w)
+    assert (np.abs(y - x.astype(np.float64) @ w) <= 1e-6 * added).all()
+    np.testing.assert_array_equal(y, np.broadcast_to(y[:, :1, :1], y.shape))
+    alone = np.full((1, columns), np.nan, np.float32)
+    shifted = np.concatenate([[0.0], x[1, 2, 0]]).astype(np.float32)[
+        None, 1:
+    ]  # it begins elsewhere in a line of the cache
+    call(f"product_n{kind[1]}", shifted, given[1][1, 0], alone)
+    np.testing.assert_array_equal(alone[0], y[1, 0, 0])
+
+
+@needs_compiler
 @pytest.mark.parametrize(
     ("rows", "columns", "group"),
     [

@@ -4,6 +4,7 @@
 import ctypes
 import gc
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -82,13 +83,16 @@ def predict(folder: Path) -> None:
     """Write the timeline of a rank of each stage."""
     from sporeloom.dry_run.memory.run import Platform, memory_timeline  # noqa: PLC0415
     from sporeloom.dry_run.partitioned import partition_model  # noqa: PLC0415
+    from sporeloom.runtime.engine import LARGE  # noqa: PLC0415
 
     run = checked(folder)
     batch, accumulate = (run.batch_size, run.seq_len), run.config.accumulate
     partitioned = partition_model(run.config.model, run.model, run.strategy, batch, False, accumulate, run.task)
+    elements = 3 * sum(math.prod(parameter.global_shape) for parameter in partitioned.report.parameters)  # with AdamW's
+    platform = Platform(on_cpus=True, tiles_broadcasts=run.strategy.mesh.size > 1 or elements >= LARGE)
     found = {}
     for rank in range(run.strategy.mesh.size):
-        timeline = memory_timeline(partitioned, rank, platform=Platform(on_cpus=True)).only(is_in_pool)
+        timeline = memory_timeline(partitioned, rank, platform=platform).only(is_in_pool)
         found[rank] = {"live_bytes": timeline.live_bytes, "pool_bytes": timeline.pool_bytes}
     (folder / "predicted.json").write_text(json.dumps(found), encoding="utf-8")
 

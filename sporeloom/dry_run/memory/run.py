@@ -33,8 +33,9 @@ class Platform:
     """Properties of the executor that determine what a rank holds."""
 
     on_cpus: bool = False
-    """CPU processes hold bfloat16 in float32, tile what operators broadcast, sum gradients in arrays of the host, and copy
-    them before the update."""
+    """CPU processes hold bfloat16 in float32, sum gradients in arrays of the host, and copy them before the update."""
+    tiles_broadcasts: bool = True
+    """On CPUs: whether inputs that operators would broadcast are tiled; a small step of one process runs without."""
     order: Order = "breadth"
 
     @property
@@ -144,7 +145,7 @@ class _Step(StepWalk):
     def _program(
         self, name: str, graph: Graph, kinds: Mapping[Name, str], phases: Mapping[Name, str], phase: str
     ) -> RecordedProgram:
-        graph = tile_broadcasts(graph) if self.platform.on_cpus else graph
+        graph = tile_broadcasts(graph) if self.platform.on_cpus and self.platform.tiles_broadcasts else graph
         of = lifetimes(graph, self.platform.order, self.platform.half_bytes)
         for constant, size in of.constants:
             self.held.append(self.recorder.tensor(size, Label("constant", "", constant.rpartition(":")[2])))

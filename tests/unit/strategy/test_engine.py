@@ -3,7 +3,7 @@
 
 import pytest
 import yaml
-from conftest import in_process
+from conftest import in_process, tool
 
 from sporeloom.core.errors import ConfigError
 from sporeloom.parallel.parallelize import shards_itself
@@ -86,7 +86,7 @@ def test_explain_says_what_lies_where_and_what_an_operator_sends(write):
 
     def explained(name):
         asked = ("explain", name, "--model", "pangu", "--size", "tiny", "--strategy", path)
-        outcome = in_process("tools/dry_run.py", *asked)
+        outcome = tool("tools/dry_run.py", *asked)
         assert outcome.code == 0, outcome.output
         return outcome.output
 

@@ -44,7 +44,7 @@ class Recorder:
 def training_of(norms, monkeypatch, skip_steps=(), scaled=True, optimizer=None):
     """A run whose steps' gradients have these norms."""
     monkeypatch.setattr(trainer, "compile_for", lambda *_: None)
-    given = iter(norms)
+    given, optimizer = iter(norms), optimizer or Recorder()
     config = SimpleNamespace(
         steps=len(norms) + len(skip_steps), stop_after=0, rerun_every=0, skip_steps=skip_steps, max_skipped_steps=0
     )
@@ -64,7 +64,8 @@ def training_of(norms, monkeypatch, skip_steps=(), scaled=True, optimizer=None):
         ),
         task=SimpleNamespace(metrics=lambda *_: {}),
         step=SimpleNamespace(loss_scale=Parameter(Tensor(1.0, ms.float32), name="scale")),
-        optimizer=optimizer or Recorder(),
+        optimizer=optimizer,
+        prepare=optimizer.prepare,
         batch=lambda _: [],
         loss_scale=LossScale(2.0**32) if scaled else None,
         guard=None,

@@ -211,7 +211,12 @@ class Cluster:
     @property
     def has_grouped_products(self) -> bool:
         """Whether experts can compute their own rows alone: MindSpore has no such product for GPUs."""
-        return self.chip.startswith(("ascend", "cpu"))
+        return self.is_cpu or self.chip.startswith("ascend")
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether its devices are processes of a machine without devices."""
+        return self.chip == "cpu"
 
     @property
     def goes_by_levels(self) -> bool:

@@ -59,6 +59,11 @@ def test_groups_of_other_stages_share_the_links_of_a_server(tmp_path):
     assert any(seconds > one_sends.collective(kind, size, ranks).seconds for kind, size, ranks, seconds in found)
 
 
+def test_cpu_processes_tile_what_operators_broadcast(tmp_path):
+    on_cpus, on_devices = call(WORKER, "tiled", flags_of(tmp_path, "mesh: {tp: 2}\n"))
+    assert on_cpus > on_devices  # which have those of the model itself
+
+
 def test_more_microbatches_make_the_bubble_smaller(tmp_path):
     pipeline = "mesh: {{pp: 2}}\npipeline: {{num_microbatches: {}}}\n"
     few, many = (call(WORKER, "step", flags_of(tmp_path, pipeline.format(m)))["time"] for m in (2, 8))

@@ -64,3 +64,16 @@ def step(flags):
         counted[report.stage] = {"graph": kinds, "tasks": count(done), "flops": flops, "simulated_flops": done.flops()}
     reports[0] = dataclasses.replace(reports[0], step=times)
     return {"time": summarize(run, reports)["time"], "counted": counted}
+
+
+def tiled(flags):
+    """Number of operators that tile what others broadcast, on CPUs and on devices."""
+    run, partitioned = _partitioned(flags)
+    devices = run.cluster
+    cpus = dataclasses.replace(devices, chip="cpu", efficiency=devices.fitted, fused=False)
+    found = []
+    for cluster in (cpus, dataclasses.replace(devices, fused=False)):
+        tasks = [task for one in step_times(partitioned, cluster).values() for task in one.tasks]
+        inside = [task for one in tasks for task in (one.inside.tasks if one.inside else [one])]
+        found.append(sum(task.name.endswith("Tile") for task in inside))
+    return found

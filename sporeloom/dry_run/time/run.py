@@ -21,6 +21,7 @@ from sporeloom.dry_run.time.device_model import DeviceModel
 from sporeloom.dry_run.time.kernels import Graphs
 from sporeloom.dry_run.time.simulate import COMPUTE, PASS, RankTime, Task, simulate
 from sporeloom.dry_run.walk import StepWalk
+from sporeloom.partition.broadcasts import tile_broadcasts
 from sporeloom.partition.graph import Graph, Name, TensorType
 from sporeloom.planner.cluster import Cluster
 from sporeloom.runtime.spmd.step_graphs import types_of
@@ -174,6 +175,8 @@ class _TimedStep(StepWalk):
         return self.into.tasks
 
     def _program(self, name: str, graphs: Graphs, graph: Graph) -> TimedProgram:
+        if self.device.cluster.is_cpu and self.strategy.mesh.size > 1:  # as processes run it; of one, only large steps
+            graph = tile_broadcasts(graph)
         types = dict(graphs.known) | types_of(graph)
         outputs = [num_bytes(types.get(output)) for output in graph.outputs]
         tasks, call = graphs.tasks(graph), self.device.graph

@@ -176,6 +176,7 @@ def check_network(config: TuneConfig) -> NetworkRequest:
     drawn = np.random.default_rng(0)
     inputs = [_drawn(drawn, *shape) for shape in shapes if shape]
     network = networks.Network(lambda: made(f"--network {config.network}", make), shapes)
+    network.check(config.devices, cluster)
     job = NetworkJob(cluster.with_running(config.devices), config.devices, inputs, file.resolve(), name)
     return NetworkRequest(network, job, config.cluster, faults)
 

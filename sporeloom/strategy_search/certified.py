@@ -27,7 +27,7 @@ from sporeloom.strategy_search.folders import (
 from sporeloom.strategy_search.front import pareto
 from sporeloom.strategy_search.request import SearchRequest
 from sporeloom.strategy_search.simulated import GB, Simulated, kept, write_if_other
-from sporeloom.strategy_search.subjects import certify, covered, how_to_start
+from sporeloom.strategy_search.subjects import subject_of
 
 
 @dataclass
@@ -112,9 +112,8 @@ def _kept(request: SearchRequest, point: Simulated, out: Path, processes: int | 
         if problem:
             return Outcome("refused", problem)
         try:
-            check_certificate(
-                folder / CERTIFICATE, covered(request, point.scored.candidate, folder, values["processes"])
-            )
+            covered = subject_of(request).covered(point.scored.candidate, folder, values["processes"])
+            check_certificate(folder / CERTIFICATE, covered)
             return Outcome("certified")
         except ConfigError:
             continue  # incomplete or changed: certified again
@@ -128,7 +127,7 @@ def _certify(request: SearchRequest, point: Simulated, processes: int, out: Path
         remove_strategy(old)
     write_text_atomically(folder / STRATEGY, _text(request, point))
     try:
-        made = certify(request, point.scored.candidate, folder, processes)
+        made = subject_of(request).certify(point.scored.candidate, folder, processes)
     except ConfigError as error:
         return Outcome("failed", error.problems[0])
     problem = counterexample(made)
@@ -158,7 +157,7 @@ def _text(request: SearchRequest, point: Simulated) -> str:
         f"Tuned for {request.devices} {cluster.device_name}: simulated step {point.seconds:.4g} s, "
         f"{point.peak_bytes / GB:.2f} GB of the {cluster.usable_bytes / GB:.1f} GB that a device has to use."
     )
-    return request.text(candidate, [f"# {line}" for line in (figures, *how_to_start(request, candidate))])
+    return request.text(candidate, [f"# {line}" for line in (figures, *subject_of(request).how_to_start(candidate))])
 
 
 def _write_points(request: SearchRequest, front: Front, out: Path) -> None:

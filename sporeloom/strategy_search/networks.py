@@ -26,6 +26,7 @@ from sporeloom.parallel.choose import MAX_TP, pairs, products, rules_of
 from sporeloom.parallel.layers import layers_of
 from sporeloom.parallel.operators import operators
 from sporeloom.partition.graph import Graph
+from sporeloom.partition.mindir import read_graph
 from sporeloom.planner.cluster import Cluster, read_cluster
 from sporeloom.runtime.spmd.compile import compile_for_one_device
 from sporeloom.runtime.spmd.step_graphs import types_of
@@ -101,6 +102,19 @@ class Network:
         rules = f"{{operators: {{{', '.join(rules_of(self.pairs))}}}}}" if candidate.strategy.mesh.tp > 1 else ""
         return strategy_text(candidate.strategy, rules, head)
 
+    def check(self, devices: int, cluster: Cluster) -> None:
+        """Check that a step can be compiled, before a search tries one strategy after another.
+
+        Raises:
+            ConfigError: it cannot, whatever the strategy; or the network returns no loss.
+        """
+        try:
+            if first := next(self.candidates(devices), None):
+                self.cost(first, cluster)
+        except ConfigError:
+            if not self._graphs:
+                raise
+
     def cost(self, candidate: Candidate, cluster: Cluster) -> StepCost:
         """Partition a step of AdamW, and simulate its time and the memory of the first rank of each stage.
 
@@ -112,11 +126,12 @@ class Network:
         def compiled(cell: nn.Cell, described: Sequence[tuple[Shape, Any]]) -> mind_ir.ModelProto:
             key = repr(strategy.recompute)
             if key not in self._graphs:
-                self._graphs[key] = compile_for_one_device(cell, described).SerializeToString()
+                model = compile_for_one_device(cell, described)
+                _check_loss(read_graph(model))
+                self._graphs[key] = model.SerializeToString()
             return mind_ir.ModelProto.FromString(self._graphs[key])
 
         partitioned = partition_custom(self.make, strategy, self.inputs, compiled)
-        _check_loss(partitioned.cut.sharded.source)
         ranks = range(0, strategy.mesh.size, strategy.mesh.stage_size)
         return cost_of(partitioned, ranks, {}, cluster)
 
@@ -209,6 +224,7 @@ def choice(
     key = f"# {_key_of(network, devices, chips)}"
     if out.is_file() and key in (text := read_utf8(out)).split("\n"):
         return text
+    network.check(devices, chips)
     best, cost, number = fastest(network, devices, chips)
     net.set_train(was_training)
     head = [

@@ -20,7 +20,7 @@ from sporeloom.strategy_search.goodput import goodput
 from sporeloom.strategy_search.report import as_dict, page
 from sporeloom.strategy_search.request import SearchRequest
 from sporeloom.strategy_search.simulated import GB, Simulated, simulate_all
-from sporeloom.strategy_search.subjects import scored
+from sporeloom.strategy_search.subjects import subject_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ def tune(request: SearchRequest, limits: Limits, out: Path, overwrite: bool = Fa
     """
     check_folder(out)
     _check_inputs(request, out, overwrite)
-    scores = scored(request, limits.meshes)
+    scores = subject_of(request).scored(limits.meshes)
     milestone(f"1/3 scored {scores.num_scored:,} strategies on {scores.num_meshes} meshes, {len(scores.fitting):,} fit")
     usable = request.cluster.usable_bytes
     if not scores.fitting:

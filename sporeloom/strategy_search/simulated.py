@@ -19,7 +19,7 @@ from sporeloom.strategy_search.choice import Choice
 from sporeloom.strategy_search.folders import CANDIDATES
 from sporeloom.strategy_search.request import SearchRequest
 from sporeloom.strategy_search.scoring import Scored
-from sporeloom.strategy_search.subjects import step_cost, variations_of
+from sporeloom.strategy_search.subjects import subject_of
 
 GB = 2**30
 FIELDS = {"seconds": float, "peak_bytes": int, "problem": str}
@@ -72,7 +72,7 @@ def _variation(request: SearchRequest, found: Mapping[str, Simulated]) -> Scored
     if not fitting:
         return None
     best = min(fitting, key=lambda one: (one.seconds, one.peak_bytes, one.name)).scored
-    changed = (replace(best, candidate=each, name=each.name) for each in variations_of(request, best.candidate))
+    changed = (replace(best, candidate=each, name=each.name) for each in subject_of(request).variations(best.candidate))
     return next((scored for scored in changed if scored.name not in found), None)
 
 
@@ -120,7 +120,7 @@ def simulate(request: SearchRequest, candidate: Candidate, path: Path) -> dict[s
     """
     cluster = request.cluster
     try:
-        cost = step_cost(request, candidate, path)
+        cost = subject_of(request).step_cost(candidate, path)
     except ConfigError as error:
         if isinstance(error.__context__, BrokenProcessPool):  # for lack of memory here: says nothing about the strategy
             raise

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
@@ -25,49 +26,110 @@ from sporeloom.strategy_search.request import NetworkRequest, SearchRequest, Tun
 from sporeloom.strategy_search.scoring import Scored, ScoredCandidates, score
 
 
-def scored(request: SearchRequest, max_meshes: int) -> ScoredCandidates:
-    """All candidates that fit in closed form; for custom networks, which have none, all of them."""
-    return _networks(request) if isinstance(request, NetworkRequest) else score(_family(request), max_meshes)
+class Subject(ABC):
+    """The model or network of a search, which evaluates its candidates."""
+
+    @abstractmethod
+    def scored(self, max_meshes: int) -> ScoredCandidates:
+        """The candidates that fit in closed form."""
+
+    @abstractmethod
+    def variations(self, candidate: Candidate) -> list[Candidate]:
+        """Changes of a candidate that closed forms do not see."""
+
+    @abstractmethod
+    def step_cost(self, candidate: Candidate, path: Path) -> StepCost:
+        """Partition a candidate and simulate a step.
+
+        Args:
+            path: its strategy file.
+
+        Raises:
+            ConfigError: it cannot be partitioned, or the process that partitions was ended from outside.
+        """
+
+    @abstractmethod
+    def certify(self, candidate: Candidate, folder: Path, processes: int) -> dict[str, Any]:
+        """Certify the strategy file in a folder. Writes the certificate there, and returns its contents.
+
+        Raises:
+            ConfigError: it cannot be proved with so many processes.
+        """
+
+    @abstractmethod
+    def covered(self, candidate: Candidate, folder: Path, processes: int) -> dict[str, object]:
+        """Settings that a certificate of the strategy file in a folder covers."""
+
+    @abstractmethod
+    def how_to_start(self, candidate: Candidate) -> list[str]:
+        """Lines that say how to train with the strategy file of a candidate."""
 
 
-def variations_of(request: SearchRequest, candidate: Candidate) -> list[Candidate]:
-    """Changes of a candidate that closed forms do not see."""
-    return [] if isinstance(request, NetworkRequest) else variations(_family(request), candidate)
+class NetworkSubject(Subject):
+    """A custom network, which has no closed forms: all candidates are simulated, in this process."""
+
+    def __init__(self, request: NetworkRequest):
+        self.request, self.network, self.job = request, request.network, request.job
+
+    def scored(self, max_meshes: int) -> ScoredCandidates:
+        found = ScoredCandidates(num_meshes=0)
+        candidates = list(self.network.candidates(self.request.devices))
+        found.fitting = [Scored(one, one.name, 0.0, 0.0) for one in candidates]
+        found.num_scored, found.num_meshes = len(candidates), len({str(one.strategy.mesh) for one in candidates})
+        return found
+
+    def variations(self, candidate: Candidate) -> list[Candidate]:
+        return []
+
+    def step_cost(self, candidate: Candidate, path: Path) -> StepCost:
+        cost: StepCost = self.network.cost(candidate, self.request.cluster)
+        return cost
+
+    def certify(self, candidate: Candidate, folder: Path, processes: int) -> dict[str, Any]:
+        job, cluster = self.job, self.request.cluster_file
+        return certify_file(job.file, job.name, job.inputs, folder / STRATEGY, folder, processes, cluster=cluster)
+
+    def covered(self, candidate: Candidate, folder: Path, processes: int) -> dict[str, object]:
+        return covered_settings_of(self.job.file, self.job.name, load_strategy(folder / STRATEGY))
+
+    def how_to_start(self, candidate: Candidate) -> list[str]:
+        return [f"In a script of {self.request.devices} processes: net = auto_parallel(net, {STRATEGY!r})"]
 
 
-def step_cost(request: SearchRequest, candidate: Candidate, path: Path) -> StepCost:
-    """Partition a candidate and simulate a step.
+class FamilySubject(Subject):
+    """A family's model, which processes of their own partition and prove."""
 
-    Args:
-        path: its strategy file.
+    def __init__(self, request: TuneRequest):
+        self.request = request
 
-    Raises:
-        ConfigError: it cannot be partitioned, or the process that partitions was ended from outside.
-    """
+    def scored(self, max_meshes: int) -> ScoredCandidates:
+        return score(self.request, max_meshes)
+
+    def variations(self, candidate: Candidate) -> list[Candidate]:
+        return variations(self.request, candidate)
+
+    def step_cost(self, candidate: Candidate, path: Path) -> StepCost:
+        return pool.step_cost(dry_run_config.check(_dry_run_flags(self.request, candidate, path)))
+
+    def certify(self, candidate: Candidate, folder: Path, processes: int) -> dict[str, Any]:
+        return certify_decoder(_certification(self.request, candidate, folder, processes))
+
+    def covered(self, candidate: Candidate, folder: Path, processes: int) -> dict[str, object]:
+        return covered_by(_certification(self.request, candidate, folder, processes))
+
+    def how_to_start(self, candidate: Candidate) -> list[str]:
+        request, flags = self.request, _dry_run_flags(self.request, candidate, Path(STRATEGY))
+        batch = request.batch_size, request.seq_len
+        run = DryRun(flags, request.model.values, candidate.strategy, [0], *batch, PLAIN_TEXT)
+        return start_lines(command_of(run), STRATEGY, request.devices, request.cluster.devices_per_node)
+
+
+def subject_of(request: SearchRequest) -> Subject:
+    """The subject of a request."""
     if isinstance(request, NetworkRequest):
-        return request.network.cost(candidate, request.cluster)
-    return pool.step_cost(dry_run_config.check(_dry_run_flags(_family(request), candidate, path)))
-
-
-def certify(request: SearchRequest, candidate: Candidate, folder: Path, processes: int) -> dict[str, Any]:
-    """Certify the strategy file in a folder. Writes the certificate there, and returns its contents.
-
-    Raises:
-        ConfigError: it cannot be proved with so many processes.
-    """
-    if isinstance(request, NetworkRequest):
-        job = request.job
-        return certify_file(
-            job.file, job.name, job.inputs, folder / STRATEGY, folder, processes, cluster=request.cluster_file
-        )
-    return certify_decoder(_certification(_family(request), candidate, folder, processes))
-
-
-def covered(request: SearchRequest, candidate: Candidate, folder: Path, processes: int) -> dict[str, object]:
-    """Settings that a certificate of the strategy file in a folder covers."""
-    if isinstance(request, NetworkRequest):
-        return covered_settings_of(request.job.file, request.job.name, load_strategy(folder / STRATEGY))
-    return covered_by(_certification(_family(request), candidate, folder, processes))
+        return NetworkSubject(request)
+    assert isinstance(request, TuneRequest)
+    return FamilySubject(request)
 
 
 def covered_by(certification: Certification) -> dict[str, object]:
@@ -75,29 +137,6 @@ def covered_by(certification: Certification) -> dict[str, object]:
     config, full = certification.config, certification.full
     batch = full.batch_size, full.seq_len, config.accumulate
     return covered_settings(config.model, full.model, full.strategy, *batch)
-
-
-def how_to_start(request: SearchRequest, candidate: Candidate) -> list[str]:
-    """Lines that say how to train with the strategy file of a candidate."""
-    if isinstance(request, NetworkRequest):
-        return [f"In a script of {request.devices} processes: net = auto_parallel(net, {STRATEGY!r})"]
-    family = _family(request)
-    flags, cluster = _dry_run_flags(family, candidate, Path(STRATEGY)), family.cluster
-    run = DryRun(flags, family.model.values, candidate.strategy, [0], family.batch_size, family.seq_len, PLAIN_TEXT)
-    return start_lines(command_of(run), STRATEGY, family.devices, cluster.devices_per_node)
-
-
-def _family(request: SearchRequest) -> TuneRequest:
-    assert isinstance(request, TuneRequest)
-    return request
-
-
-def _networks(request: NetworkRequest) -> ScoredCandidates:
-    found = ScoredCandidates(num_meshes=0)
-    candidates = list(request.network.candidates(request.devices))
-    found.fitting = [Scored(one, one.name, 0.0, 0.0) for one in candidates]
-    found.num_scored, found.num_meshes = len(candidates), len({str(one.strategy.mesh) for one in candidates})
-    return found
 
 
 def _dry_run_flags(request: TuneRequest, candidate: Candidate, path: Path) -> DryRunConfig:

@@ -63,13 +63,20 @@ def best(folder, rows, width, changes):
     return strategy.mesh.degrees, strategy.optimizer_parallel is not None, strategy.recompute is not None, number
 
 
-def without_loss(folder):
-    """The message about a network that returns predictions."""
+def refused(folder):
+    """Messages about networks of which no step can be simulated: one returns predictions, the inputs of one do not fit."""
     ms.set_context(mode=ms.GRAPH_MODE)
-    try:
-        fastest(Network(lambda: nn.Dense(16, 4), [((8, 16), np.float32)]), 2, read_cluster(_cluster(folder)))
-    except ConfigError as error:
-        return error.problems[0]
+    cluster, found = read_cluster(_cluster(folder)), []
+    for network in (
+        Network(lambda: nn.Dense(16, 4), [((8, 16), np.float32)]),
+        Network(lambda: Net(16), [((8, 12), np.float32)]),
+    ):
+        try:
+            network.check(2, cluster)
+        except ConfigError as error:
+            found.append(error.problems)
+    _network(8, 16).check(2, cluster)
+    return found
 
 
 def every_cost(folder):

@@ -10,9 +10,9 @@ from tuned import LIMITS, SMALL, Fakes, files, tune_config, tune_request
 from sporeloom.cli.tune import check, check_network, main
 from sporeloom.core.errors import ConfigError
 from sporeloom.strategy.loader import load_strategy
-from sporeloom.strategy_search import simulated
 from sporeloom.strategy_search.report import lines
 from sporeloom.strategy_search.run import Limits, tune
+from sporeloom.strategy_search.subjects import FamilySubject
 
 
 @pytest.fixture
@@ -124,11 +124,11 @@ def test_a_process_that_was_ended_is_no_refusal(tmp_path, monkeypatch):
         raise ConfigError("rule 3: no")
 
     request = tune_request(tmp_path, **SMALL)
-    monkeypatch.setattr(simulated, "step_cost", killed)
+    monkeypatch.setattr(FamilySubject, "step_cost", killed)
     with pytest.raises(ConfigError, match="ended from outside"):
         tune(request, LIMITS, tmp_path / "out")
     assert not list((tmp_path / "out").rglob("candidates/*.json"))
-    monkeypatch.setattr(simulated, "step_cost", refused)
+    monkeypatch.setattr(FamilySubject, "step_cost", refused)
     values = tune(request, LIMITS, tmp_path / "out")
     assert values["front"] == [] and {one["reason"] for one in values["refused"]} == {
         "cannot be partitioned: rule 3: no"

@@ -108,7 +108,7 @@ while sleep "${{LOOK_EVERY_S:-10}}"; do
   count >"$file.new"
   cmp -s "$file.new" "$file" || mv "$file.new" "$file"
 done &
-trap 'kill $!' EXIT
+trap 'kill $!; wait $! 2>/dev/null; rm -f "$file" "$file.new"' EXIT
 more=()
 [ "${{SLURM_RESTART_COUNT:-0}}" -gt 0 ] && compgen -G {states} >/dev/null && more=(--resume)
 sporeloom {words} --launch --devices-file "$file" --launch-command "bash '$0' --start {{devices}} {{port}} {{log_dir}}" \\

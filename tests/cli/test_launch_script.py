@@ -204,6 +204,7 @@ def test_an_elastic_job_starts_on_the_servers_that_are_up(tmp_path, four, cluste
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "[a-c]", "SLURM_RESTART_COUNT": str(restarts)}
     code, given = cluster(path, tmp_path / "folder", LOOK_EVERY_S="0.1", **slurm)
     assert code == 0 and given["devices"] == ["4", "4"]
+    assert not list((tmp_path / "folder").glob("devices.*"))
     assert given["launcher"][: len(TRAIN) + len(words)] == [*TRAIN, *words]
     assert ("--resume" in given["launcher"]) == bool(restarts)
     assert given["srun"][:5] == [

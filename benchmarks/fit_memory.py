@@ -41,7 +41,8 @@ REASONS = """\
 - BigScience read nvidia-smi by hand at the second step: two of its rows with the same strategy are 44 and 38 GB.
 - Two runs that failed are predicted to fit: of 184B by a few GB, and of 206B by far; one of 203B with the same strategy ran,
   and is printed with 67 GB. `glm2_6b` with all its weights trained cannot be on one device of 32 GB: the row's number of
-  devices is doubtful. `deepseek2-236b` is 2 GB above the limit.
+  devices is doubtful.
+- No memory of a run with experts is published, and none of them failed: that all are said to fit is a weak test.
 """
 
 

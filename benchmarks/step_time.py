@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulated steps beside the planner's closed form, for random strategies. Writes benchmarks/results/step_time.md.
 
-python benchmarks/step_time.py [--jobs N] [--seed N]
+python benchmarks/step_time.py [--jobs N] [--seed N] [--reports FOLDER]
+
+--reports: a folder with simulated steps, one file a strategy. What is there is not simulated again, as after a stop; closed
+forms are made anew.
 """
 
 import argparse
@@ -13,6 +16,12 @@ from pathlib import Path
 from report import ROOT, sporeloom, write_report
 
 from sporeloom.core.lines import split_lines
+from sporeloom.models.config_file import named_model
+from sporeloom.planner.closed_forms import job_of
+from sporeloom.planner.cluster import Cluster
+from sporeloom.planner.dimensions import of_decoder
+from sporeloom.planner.step_time import step_time
+from sporeloom.strategy.loader import load_strategy
 
 RESULT = ROOT / "benchmarks" / "results" / "step_time.md"
 RULES = ROOT / "parallel_configs" / "rules" / "decoder.yaml"
@@ -73,15 +82,20 @@ def random_job(rng):
     return name, ranks, (model, "\n".join(lines), dp * microbatches * rows, 1 if pp > 1 else microbatches)
 
 
-def simulated(folder, ranks, model, strategy, batch_size, accumulate):
-    """The report of a dry run."""
-    config, path = folder / "model.json", folder / "strategy.yaml"
+def simulated(folder, name, ranks, model, strategy, batch_size, accumulate):
+    """The simulated step of a dry run, and the closed form."""
+    config, path, report = folder / "model.json", folder / "strategy.yaml", folder / f"{name}.json"
     changes = {"num_layers": NUM_LAYERS, "compute_dtype": "bfloat16", "attention": MODELS[model]}
     config.write_text(json.dumps(changes), encoding="utf-8")
     path.write_text(strategy, encoding="utf-8")
     flags = ["--batch-size", batch_size, "--accumulate", accumulate, "--time", "--cluster", CLUSTER, "--json"]
     named = ["--model", model[0], "--size", model[1], "--config", config]
-    return json.loads(sporeloom("dry-run", *named, "--strategy", path, "--ranks", ",".join(map(str, ranks)), *flags))
+    if not report.exists():
+        ran = sporeloom("dry-run", *named, "--strategy", path, "--ranks", ",".join(map(str, ranks)), *flags)
+        report.write_text(json.dumps(json.loads(ran)["time"]), encoding="utf-8")
+    sizes, job = named_model(*model, config), load_strategy(path)
+    time = step_time(of_decoder(sizes), job_of(job, sizes, batch_size, accumulate), Cluster.of_chip(CLUSTER))
+    return {**json.loads(report.read_text(encoding="utf-8")), "closed_form": vars(time)}
 
 
 def built_in(strategy, size, batch_size):
@@ -95,9 +109,8 @@ def built_in(strategy, size, batch_size):
     return f"| {strategy} | {seconds * 1e3:,.0f} / {closed * 1e3:,.0f} | {error:+.1%}{mark} | {time['mfu']:.1%} |"
 
 
-def row(name, report):
+def row(name, time):
     """A line of the table: the busiest stage beside the formulas' terms."""
-    time = report["time"]
     closed, seconds = time["closed_form"], time["seconds"]
     stage = max(time["stages"], key=lambda stage: sum(stage["busy"].values()))
     whole = sum(closed.values())
@@ -123,11 +136,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--reports", type=Path)
     asked = parser.parse_args()
-    rng, folder, rows = random.Random(asked.seed), Path(tempfile.mkdtemp(prefix="step-time-")), []
+    rng, folder, rows = random.Random(asked.seed), asked.reports or Path(tempfile.mkdtemp(prefix="step-time-")), []
     for _ in range(asked.jobs):
         name, ranks, job = random_job(rng)
-        rows.append(row(name, simulated(folder, ranks, *job)))
+        rows.append(row(name, simulated(folder, name, ranks, *job)))
         print(rows[-1][0], flush=True)
     errors = sorted(abs(error) for _, error in rows)
     good = sum(error <= TARGET for error in errors)

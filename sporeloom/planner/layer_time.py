@@ -17,6 +17,7 @@ SCORE_PASSES = 6.5  # products write and read scores; scale, mask, softmax and d
 TP_OVERLAP = (
     0.5  # of tensor parallel collectives is hidden: torchtitan's runs with AsyncTP and without differ by 0.3 to 0.5
 )
+FP8_GATHERS = 0.75  # of the bytes: an all-gather in fp8, a reduce-scatter in two bytes
 QUANTIZE_PASSES = (
     2  # of a product's input: read in 2 bytes, written in 1 as it is and transposed; so the gradient of its output
 )
@@ -60,7 +61,12 @@ def layer_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> LayerTime
     """Time of the forward pass of one layer for one microbatch."""
     tokens, tp, h, q = job.microbatch * dims.seq_len / job.cp, job.tp, dims.hidden_size, dims.query_size
     kv_parts = math.gcd(tp, dims.kv_heads)
-    matmul = rates.matmul(tokens, q / tp + 2 * dims.kv_size / kv_parts, h) + rates.matmul(tokens, h, q / tp)
+    keys = dims.kv_size / kv_parts
+    if job.own_graphs:  # three products, each of which reads its input
+        matmul = rates.matmul(tokens, q / tp, h) + 2 * rates.matmul(tokens, keys, h)
+    else:
+        matmul = rates.matmul(tokens, q / tp + 2 * keys, h)
+    matmul += rates.matmul(tokens, h, q / tp)
     if dims.attention_matrices and dims.products is None:  # latent attention of published runs has smaller ones
         matmul *= dims.attention_matrices / (2 * h * (q + dims.kv_size))
     ffn = dims.always_used_ffn
@@ -75,7 +81,9 @@ def layer_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> LayerTime
         passes += score_passes(dims, job) * tokens * dims.num_heads * dims.seq_len / tp
     if job.precision == "fp8":
         passes += QUANTIZE_PASSES * tokens * (2 * h / (tp if job.sequence_parallel else 1) + (q + ffn) / tp)
-    reduced = (1 if dims.block == "parallel" else 2) * all_reduce(rates.width * tokens * h, tp, rates.tp)
+    reduced = num_reductions(dims, job) * all_reduce(rates.width * tokens * h, tp, rates.tp)
+    if job.gathers_fp8 and job.sequence_parallel:
+        reduced *= FP8_GATHERS
     if job.overlaps_tensor_parallel:
         reduced *= 1 - TP_OVERLAP
     if job.cp > 1:
@@ -85,6 +93,11 @@ def layer_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> LayerTime
         return part
     whole = part.plus(experts_forward(dims, job, rates))
     return dataclasses.replace(whole, expert_parallel=exposed_rows(whole, job, rates))
+
+
+def num_reductions(dims: Dimensions, job: Parallelism) -> int:
+    """All-reduces of a layer over tp in a pass: our graphs add up both results of a parallel block on their own."""
+    return 1 if dims.block == "parallel" and not job.own_graphs else 2
 
 
 def exposed_rows(layer: LayerTime, job: Parallelism, rates: Rates) -> float:
@@ -181,6 +194,8 @@ def unneeded_result(dims: Dimensions, job: Parallelism, rates: Rates) -> float:
     unneeded = unneeded_entries(dims, job)
     product = rates.matmul(tokens, h, unneeded / h / job.tp) if unneeded else 0.0
     whole = all_reduce(rates.width * tokens * h, job.tp, rates.tp)
+    if dims.block == "parallel":  # of attention and the MLP
+        whole *= num_reductions(dims, job)
     return product + (whole / 2 if job.sequence_parallel else whole)
 
 

@@ -92,6 +92,8 @@ class Parallelism:
     """Fraction of the peak that this kernel reaches; 0: the fitted one, of the kernels in published runs of dense models."""
     overlaps_tensor_parallel: bool = False
     """Products are computed in slices while tensor parallel collectives of other slices run (AsyncTP, user buffers)."""
+    gathers_fp8: bool = False
+    """All-gathers of sequences that tensor parallel ranks share, and of their gradients, carry fp8; reductions do not."""
     overlaps_sends: bool = False
     """With virtual stages, activations and gradients are sent while the next microbatch is computed."""
     overlaps_experts: bool = False

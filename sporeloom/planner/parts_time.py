@@ -5,6 +5,7 @@ device, from the work that their parts declare (`sporeloom.planner.layer_work`).
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from sporeloom.models.parts import mlp, multi_token_prediction
 from sporeloom.models.parts.work import Values, Work
@@ -17,6 +18,7 @@ from sporeloom.planner.rates import KERNEL_HEAD, Rates, all_reduce, float32_spee
 
 BACKWARD_PASSES = 1.5  # passes over memory of a layer's backward, relative to its forward, where no part declares them
 FUSED_BACKWARD = 2.5  # FLOPs of an attention kernel's backward pass, relative to its forward: it computes scores again
+BESIDE_PASSES = 9  # over a layer's input, behind the same collectives: the gradients of its readers are added up
 LOSS = Values(2, 4)
 """Passes over logits, half of them forward."""
 SHARDED_LOSS = Values(2, 8)
@@ -43,9 +45,20 @@ def layer_passes(
         attention * forward.attention,
         BACKWARD_PASSES * forward.memory,
         2 * forward.overhead,
-        forward.tensor_parallel,
+        exposed_backward(dims, job, rates, forward),
         forward.expert_parallel,
     )
+
+
+def exposed_backward(dims: Dimensions, job: Parallelism, rates: Rates, forward: LayerTime) -> float:
+    """Seconds of a layer's collectives over tp in its backward pass that are not hidden: those of a parallel block of our
+    graphs run next to products of attention's input, unless its kernel is fused."""
+    if not job.own_graphs or dims.block != "parallel" or job.sequence_parallel or job.flash_attention:
+        return forward.tensor_parallel
+    tokens, h = job.tokens(dims.seq_len), dims.hidden_size
+    kv_parts = math.gcd(job.tp, dims.kv_heads)
+    beside = 2 * (rates.matmul(tokens, dims.query_size / job.tp, h) + rates.matmul(tokens, dims.kv_size / kv_parts, h))
+    return max(0.0, forward.tensor_parallel - beside - BESIDE_PASSES * rates.width * tokens * h / rates.bytes)
 
 
 def _by_parts(
@@ -137,7 +150,7 @@ def head_passes(dims: Dimensions, job: Parallelism, rates: Rates, products: int 
     forward, backward = head, _mirrored(head, products)
     more = dims.products
     tokens, spread = job.tokens(dims.seq_len), job.tp if job.sequence_parallel else 1
-    if more and more.layer:
+    if job.own_graphs:
         of_loss = (SHARDED_LOSS if job.tp > 1 else LOSS).num_bytes(rates.width)
         passes = tokens * head_columns(dims, job) * of_loss / 2 / rates.bytes
         forward, backward = (dataclasses.replace(of, memory=passes) for of in (forward, backward))

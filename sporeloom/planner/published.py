@@ -46,7 +46,8 @@ ZERO = {"": 0, "dist-opt": 1, "FSDP": 3, "ms-opt-parallel": 3}
 JEAN_ZAY_GB_PER_S = 50.0
 """Network of a node of 8 A100 of Jean Zay: 4 Omni-Path links of 100 Gb/s (model card of BLOOM)."""
 TORCHTITAN = re.compile(r"torchtitan")
-"""Keeps weights gathered over all microbatches of a pipeline, of which there are by default as many as stages."""
+"""Keeps weights gathered over all microbatches of a pipeline, of which there are by default as many as stages. In fp8 with
+one scale for each tensor, all-gathers of tensor parallel are in fp8 (docs/float8.md at 9dec370 and 820504e)."""
 MEGATRON = re.compile(r"Megatron-Bridge|NeMo-Framework-Launcher")
 """Sources whose recipes are public like the figures: sequences are sharded wherever tensors are; in fp8, on Hopper,
 attention is cuDNN's, collectives of tensor parallel run over user buffers while products are computed, and interleaved
@@ -62,14 +63,26 @@ DEEPSPEED_2021 = re.compile(r"arXiv:2104\.04473")
 TENSORS_OF_LAYER = 4
 """Matrices of a layer, which ZeRO 3 of DeepSpeed gathered one by one in 2021."""
 ASSUMED_VOCABULARY = 50_000
-CAPACITY_FACTOR = 1.5
-"""Capacity factor of runs with experts that only say that they have one: MindFormers' files name 1.1 to 1.5."""
 WITH_EXPERTS: dict[str, dict[str, Any]] = {
     "mixtral-8x7b": {"experts_per_token": 2, "expert_ffn_size": 14336, "shared_ffn_size": 0, "first_dense": 0},
     "deepseek2-236b": {"experts_per_token": 6, "expert_ffn_size": 1536, "shared_ffn_size": 3072, "first_dense": 1},
     "qwen2-57b-a14b": {"experts_per_token": 8, "expert_ffn_size": 2560, "shared_ffn_size": 20480, "first_dense": 0},
 }
 """Dimensions that the rows of models with experts leave open. Source: their published config.json."""
+CAPACITY_FACTORS = {"mixtral-8x7b": 1.1, "deepseek2-236b": 2.0, "qwen2-57b-a14b": 1.1}
+"""`capacity_factor` in MindFormers' files of these models, at the commits that the rows name."""
+CORRECTIONS = {
+    # MindFormers' tables have another SeqLength than the files that they name, and one more kernel (FA).
+    "mf_r1.0_llama2_7b_FA_3250": {"seq": "2048"},
+    "mf_r1.0_llama2_13b_FA_1812": {"seq": "2048", "note": "flash_attn=true"},
+    "mf_r1.3.0_deepseek1.5-7b_340": {"seq": "8192"},
+    # models/llama/llama.py at d578c60: select_recompute in place of recompute; since r1.2 the other way round
+    "mf_r0.8_llama2_7b_3523": {"recompute": "selective"},
+    # AscendSpeed's scripts at 64b1937: --recomputation-layer-num 3 2 1 0 0 0 0 0; no --use-flash-attn
+    "ascendspeed_llama_13b_8p": {"note": "recompute=[3,2,1,0,0,0,0,0]"},
+    "ascendspeed_baichuan_13b": {"note": "flash_attn=false"},
+}
+"""Columns of rows that are otherwise in their sources, read again; notes come first."""
 
 
 class UnpredictableError(Exception):
@@ -116,8 +129,18 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     if missing:
         raise ConfigError(f"{path}: no rows, or columns are missing: {', '.join(missing)}")
     return [
-        {name: row.get(name) or "" for name in (*COLUMNS, *PERFORMANCE)} for row in rows
+        corrected({name: row.get(name) or "" for name in (*COLUMNS, *PERFORMANCE)}) for row in rows
     ]  # short rows lack the last
+
+
+def corrected(row: dict[str, str]) -> dict[str, str]:
+    """A row as its source has it. Step times that follow from tokens/s are those of its length."""
+    new = dict(CORRECTIONS.get(row["id"], {}))
+    if "note" in new:
+        new["note"] += f"; {row['note']}"
+    if "seq" in new and row["seq"]:
+        new["iter_s"] = str(float(row["iter_s"]) * int(new["seq"]) / int(row["seq"]))
+    return {**row, **new}
 
 
 def noted(row: dict[str, str], key: str) -> str:
@@ -185,7 +208,8 @@ def _dimensions(row: dict[str, str]) -> Dimensions:
     hidden, gated = _whole(row["hidden"]), bool(GATED.search(row["model"]))
     alike_palm, experts = "PaLM" in row["model"], WITH_EXPERTS.get(row["model"], {})
     if experts:
-        experts = {**experts, "num_experts": _whole(noted(row, "experts")), "expert_rows": CAPACITY_FACTOR}
+        capacity = CAPACITY_FACTORS[row["model"]]
+        experts = {**experts, "num_experts": _whole(noted(row, "experts")), "expert_rows": capacity}
         experts["expert_layers"] = _whole(row["layers"]) - experts.pop("first_dense")
     return Dimensions(
         num_layers=_whole(row["layers"]),
@@ -251,6 +275,7 @@ def _parallelism(row: dict[str, str], dims: Dimensions, flash: bool) -> Parallel
         gathers="step" if zero == "ms-opt-parallel" or (pp > 1 and is_titan) else "microbatch",
         sequence_parallel=megatron or noted(row, "sp").lower() in ("1", "true") or "SP on" in row["note"] or level == 3,
         overlaps_tensor_parallel="AsyncTP" in row["note"] or (megatron and precision == "fp8"),
+        gathers_fp8=is_titan and precision == "fp8" and "rowwise" not in text,
         overlaps_sends=megatron and precision == "fp8",
         attention_share=CUDNN_SHARE if megatron and precision == "fp8" else 0.0,
         overlaps_new_weights=megatron,

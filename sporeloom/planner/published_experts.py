@@ -13,7 +13,8 @@ from sporeloom.core.errors import ConfigError
 from sporeloom.planner.cluster import Cluster, chips
 from sporeloom.planner.dimensions import Dimensions
 from sporeloom.planner.parallelism import Parallelism
-from sporeloom.planner.published import CAPACITY_FACTOR, CUDNN_SHARE, Measurement, PublishedRun, UnpredictableError
+from sporeloom.planner.published import CUDNN_SHARE, Measurement, PublishedRun, UnpredictableError
+from sporeloom.planner.recipe_memory import ROPE_DIM, VALUE_DIM
 from sporeloom.planner.recipes import WHOLE_LAYER, Recipe, recipes
 
 COLUMNS = (
@@ -22,8 +23,6 @@ COLUMNS = (
     *("microbatch", "tp", "pp", "vpp", "ep", "cp", "dp", "iter_s", "note"),
 )
 LATENT = re.compile(r"MLA\(q (\d+), kv (\d+)\)")
-ROPE_DIM, VALUE_DIM = 64, 128
-"""Widths of a head of DeepSeek's latent attention; its queries have both."""
 ASCEND = "MindFormers"
 UNKNOWN = Recipe()
 """Settings of a run whose recipe is not public."""
@@ -31,7 +30,8 @@ MLA_UP = "mla_up_proj"
 FEATURES_OF = {"layernorm": lambda dims: 4 * dims.hidden_size, "moe_act": lambda dims: 3 * _expert_features(dims)}
 """Values of a token that these modules read and write once more."""
 ASSUMED = ("recompute", "zero", "experts")
-"""Settings that have no column, and are open where no recipe is public."""
+"""Settings that have no column, and are open where no recipe is public. MindFormers' files leave open how rows are
+exchanged."""
 
 
 def is_of_experts(path: Path) -> bool:
@@ -63,10 +63,10 @@ def describe_experts(row: dict[str, str]) -> PublishedRun:
         UnpredictableError: with the reason.
     """
     try:
-        recipe = UNKNOWN if ASCEND in row["source"] else recipes().get(row["id"], UNKNOWN)
+        recipe = recipes().get(row["id"], UNKNOWN)
         dims = _dimensions(row, recipe)
         run = row["id"], row["source"], dims, _parallelism(row, dims, recipe), _cluster(row["chip"])
-        return PublishedRun(*run, ASSUMED if recipe is UNKNOWN else ())
+        return PublishedRun(*run, ASSUMED if recipe is UNKNOWN else ("experts",) if ASCEND in row["source"] else ())
     except ValueError as error:
         raise UnpredictableError(f"not a number: {error}") from None
     except ConfigError as error:
@@ -111,7 +111,7 @@ def _dimensions(row: dict[str, str], recipe: Recipe) -> Dimensions:
         expert_ffn_size=int(row["expert_ffn"]),
         shared_ffn_size=int(row["shared_ffn"] or 0),
         expert_layers=layers - int(row["first_dense"] or 0),
-        expert_rows=CAPACITY_FACTOR if "capacity" in row["note"] else 1.0,
+        expert_rows=recipe.capacity,
         gated_mlp=True,
         position_tables=0,
         tied_embedding=False,
@@ -177,8 +177,9 @@ def _parallelism(row: dict[str, str], dims: Dimensions, recipe: Recipe) -> Paral
         repeated_features=sum(of(dims) for name, of in FEATURES_OF.items() if name in recipe.repeats),
         zero=3 if is_fsdp or is_ascend else 1,
         gathers="step",
-        sequence_parallel=tp > 1,
-        flash_attention=True,
+        sequence_parallel=tp > 1 and recipe.shards_sequences,
+        flash_attention=recipe.flash,
         attention_share=CUDNN_SHARE if recipe.cudnn and not is_ascend else 0.0,
         precision="fp8" if "fp8" in text else "fp16" if "fp16" in text else "bf16",
+        **recipe.state_bytes,
     )

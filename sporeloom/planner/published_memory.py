@@ -14,9 +14,19 @@ from typing import Any, Literal
 
 from sporeloom.planner.dimensions import Dimensions
 from sporeloom.planner.errors import memory_errors
-from sporeloom.planner.memory import StageMemory, layer_parameters, stage_memory
+from sporeloom.planner.memory import (
+    KeptActivations,
+    StageMemory,
+    expert_parameters,
+    expert_shards,
+    held_activations,
+    layer_parameters,
+    stage_memory,
+)
 from sporeloom.planner.parallelism import Parallelism
 from sporeloom.planner.published import PublishedRun
+from sporeloom.planner.recipe_memory import recipe_activations
+from sporeloom.planner.recipes import recipes
 from sporeloom.strategy.schedule import microbatches_held
 
 Figure = Literal["device", "reserved", "allocated"]
@@ -41,6 +51,8 @@ class Engine:
     of a pipeline keep their results."""
     is_fsdp: bool = False
     """Weights in float32 are the master weights. In a pipeline they stay gathered, with whole gradients in float32."""
+    adds_up_whole: bool = False
+    """Gradients of microbatches are added up before they are sharded, in float32, those of experts in bf16."""
     logit_bytes: int = 8
     """Bytes of a logit at the peak of the loss."""
     selective_features: bool = False
@@ -109,13 +121,23 @@ ENGINES = {
     "llm-foundry": Engine(
         sources=r"^mosaicml", is_pytorch=True, is_fsdp=True, logit_bytes=4, dims=(("dropout", False),)
     ),
-    # Recipes: distributed optimizer, gradients reduced in bf16; Transformer Engine keeps inputs of products in fp8.
-    "NVIDIA's recipes": Engine(
-        sources=r"Megatron-Bridge|NeMo-Framework-Launcher",
+    # Recipes: distributed optimizer, gradients reduced in bf16; Transformer Engine keeps inputs of products in fp8, and its
+    # loss (cross_entropy_fusion_impl: te) writes gradients of logits in their place, in bf16.
+    "Megatron-Bridge": Engine(
+        sources=r"Megatron-Bridge",
+        is_pytorch=True,
+        job=(("gradient_bytes", 2),),
+        logit_bytes=2,
+        is_fp8_linear=True,
+    ),
+    "NeMo launcher": Engine(
+        sources=r"NeMo-Framework-Launcher",
         is_pytorch=True,
         job=(("gradient_bytes", 2),),
         is_fp8_linear=True,
     ),
+    # moe/parallelizer.py, loss/masked_ce.py at bd25c2c: FSDP2 with reductions in float32, torch's loss in bf16
+    "NeMo Automodel": Engine(sources=r"Automodel", is_pytorch=True, adds_up_whole=True, logit_bytes=6),
     "other": Engine(sources=r""),
 }
 BUCKET = 500_000_000
@@ -167,7 +189,34 @@ def engine_stages(run: PublishedRun) -> list[StageMemory]:
     engine = engine_of(run)
     dims = dataclasses.replace(run.dims, **dict(engine.dims))
     job = _job(run, engine)
-    return [_stage(engine, dims, job, number, stage) for number, stage in enumerate(stage_memory(dims, job))]
+    stages = [_stage(engine, dims, job, number, stage) for number, stage in enumerate(stage_memory(dims, job))]
+    if job.expert_tp != 1 or run.id not in recipes():  # MindFormers has graphs, as we do
+        return stages
+    return [_by_recipe(run, engine, job, number, stage) for number, stage in enumerate(stages)]
+
+
+def _by_recipe(run: PublishedRun, engine: Engine, job: Parallelism, number: int, stage: StageMemory) -> StageMemory:
+    """A stage with the activations of its recipe, and with what FSDP has whole."""
+    dims, recipe = run.dims, recipes()[run.id]
+    ours, theirs, parts = (
+        KeptActivations.of(dims, job),
+        recipe_activations(dims, job, recipe),
+        job.parts(dims.num_layers),
+    )
+    held, before = (held_activations(job, kept, number, parts[number]) for kept in (theirs, ours))
+    working = theirs.full - theirs.recomputed
+    if number == job.last_stage:
+        working = max(working, job.logit_bytes / 4 * ours.logits)
+    changed: dict[str, Any] = {"activations": stage.activations + held - before, "working": working}
+    if engine.adds_up_whole:
+        experts = expert_parameters(dims, job)[number]
+        others, shards, of_experts = stage.parameters - experts, job.shards, expert_shards(job)
+        changed["gradients"] = 4.0 * others + 2.0 * experts
+        if not recipe.reshards:  # and the shards
+            changed["weights"] = 2.0 * (
+                stage.parameters + others / shards * (shards > 1) + experts / of_experts * (of_experts > 1)
+            )
+    return dataclasses.replace(stage, **changed)
 
 
 def _job(run: PublishedRun, engine: Engine) -> Parallelism:
@@ -187,6 +236,8 @@ def _job(run: PublishedRun, engine: Engine) -> Parallelism:
         given |= {"microbatch": batch // job.pp, "num_microbatches": job.pp}
     if engine.is_fsdp:  # float32 weights are the master weights
         given |= {"weight_bytes": 0, "gradient_bytes": 4, "optimizer_bytes": 12}
+    if run.id in recipes():
+        given |= recipes()[run.id].state_bytes
     if engine.is_deepspeed and job.gradient_bytes != WITH_SUMS:
         given |= {"gradient_bytes": 2, "optimizer_bytes": 16 if job.zero else 20}
     return dataclasses.replace(job, **given)

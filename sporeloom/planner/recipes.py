@@ -7,7 +7,7 @@ import functools
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from sporeloom.core.reader import read_yaml
 
@@ -35,6 +35,24 @@ class Recipe:
     """Depths of multi-token prediction."""
     ep: int = 0
     """0: as the table says."""
+    state: tuple[int, int, int] = (2, 2, 12)
+    """Bytes of a parameter: weights, gradients, and what the optimizer keeps besides, master weights among it."""
+    head_norms: bool = False
+    """Queries and keys have norms."""
+    stash: float = 1.0
+    """Memory that is set aside for rows of experts, relative to balanced experts."""
+    reshards: bool = False
+    """Weights that FSDP gathered are given up after each pass; else kept for the step."""
+    capacity: float = 1.0
+    """Rows that experts compute, relative to those they get."""
+    flash: bool = True
+    shards_sequences: bool = True
+    """Tensor parallel ranks share sequences."""
+
+    @property
+    def state_bytes(self) -> dict[str, Any]:
+        """`state` as fields of `Parallelism`."""
+        return dict(zip(("weight_bytes", "gradient_bytes", "optimizer_bytes"), self.state, strict=True))
 
     def layers_of_stages(self, num_layers: int, pp: int, virtual_stages: int) -> tuple[int, ...] | None:
         """Layers of each stage; None: as even as possible."""
@@ -48,7 +66,8 @@ class Recipe:
 @functools.cache
 def recipes() -> dict[str, Recipe]:
     """Settings by the id of a row."""
-    document = read_yaml(RECIPES)
-    return {
-        name: Recipe(**{**values, "repeats": tuple(values["repeats"])}) for name, values in document.mapping.items()
-    }
+    document, found = read_yaml(RECIPES), {}
+    for name, values in document.mapping.items():
+        fields: dict[str, Any] = {key: tuple(of) if isinstance(of, list) else of for key, of in values.items()}
+        found[name] = Recipe(**fields)
+    return found

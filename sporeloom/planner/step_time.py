@@ -28,6 +28,7 @@ from sporeloom.strategy.schedule import idle_microbatches, splits_backward
 from sporeloom.strategy.schedule import times as schedule_times
 
 GRADIENT_BYTES = 4  # on the wire, of words that two stages have: added up in float32
+TABLE_BYTES = 4  # of an entry of the words that our graphs look up
 OWN_OVERLAP = 0.25  # of the passes, hides what our graphs scatter in them (ZeRO-2), or gather (ZeRO-3); as simulated
 
 
@@ -138,7 +139,10 @@ def _bubble(
         return 0.0
     order = job.pp, job.num_microbatches, job.virtual_stages, job.schedule
     if not splits_backward(job.schedule):
-        return (sum(busy) - max(busy)) / (job.pp - 1) * idle_microbatches(*order)
+        slowest = busy.index(max(busy))
+        others = sum(each for stage, each in enumerate(busy) if stage != slowest)
+        others -= sum(sums) - sums[slowest]  # no stage waits for what another adds up
+        return others / (job.pp - 1) * idle_microbatches(*order)
     (layer, head, again), stages = parts, job.parts(dims.num_layers)
 
     def seconds(stage: int, one: Pass) -> float:
@@ -207,6 +211,8 @@ def _data_parallel(
         hidden = share * compute * (1 + gathers) / 3
         return max(moved - share * backward, seen * moved), max(gathered - hidden, seen * gathered)
     moved, gathered = ring * trained * job.reduced_bytes + hops, ring * parameters * job.weight_bytes + hops
+    if job.own_graphs and job.precision != "fp32":  # words are looked up in float32
+        gathered += ring * (TABLE_BYTES - job.weight_bytes) * dims.vocab_size * dims.hidden_size / job.tp
     last = backward / job.num_microbatches  # gradients are complete in the last microbatch
     if not job.hides_gradients or (job.own_graphs and (job.pp > 1 or job.num_microbatches > 1)):
         last = 0.0  # in this package the update's graph reduces them
@@ -232,10 +238,10 @@ def _tied_words(dims: Dimensions, job: Parallelism, cluster: Cluster) -> float:
 
 def _accumulation(dims: Dimensions, job: Parallelism, rates: Rates, adapters: int) -> tuple[list[float], float]:
     """Seconds of each stage for a microbatch, and of the largest one for a step: weights are cast once (read 4 bytes,
-    write 2), gradients cast back (2, 4) and added to their sum (8, 4)."""
+    write 2), gradients cast back (2, 4) and added to their sum (8, 4), which begins with those of the first microbatch."""
     if not job.own_graphs:
         return [0.0] * job.pp, 0.0
-    half, adds = job.precision != "fp32", job.num_microbatches > 1
+    half, adds = job.precision != "fp32", 1 - 1 / job.num_microbatches
     of_experts, shards = expert_parameters(dims, job), expert_shards(job)
     held = list(zip(stage_parameters(dims, job), of_experts, strict=True))
     sums = [

@@ -8,7 +8,15 @@ from conftest import ROOT, shared
 from sporeloom.core.errors import ConfigError
 from sporeloom.planner.errors import published_errors
 from sporeloom.planner.layer_time import layer_forward
-from sporeloom.planner.published import CUDNN_SHARE, UnpredictableError, describe, measured, read_rows
+from sporeloom.planner.published import (
+    CORRECTIONS,
+    CUDNN_SHARE,
+    UnpredictableError,
+    corrected,
+    describe,
+    measured,
+    read_rows,
+)
 from sporeloom.planner.published_experts import describe_experts, read_expert_rows
 from sporeloom.planner.rates import Rates
 from sporeloom.planner.validate import predict, validate
@@ -141,6 +149,27 @@ def test_recipes_of_megatron_shard_sequences_and_overlap_in_fp8(rows):
     vanilla, sliced = (describe(row_named(rows, f"titan_atp_70b_{kind}")).job for kind in ("vanilla", "async"))
     assert sliced.overlaps_tensor_parallel and not vanilla.overlaps_tensor_parallel
     assert vanilla.attention_share == sliced.attention_share == 0
+
+
+def test_torchtitan_gathers_sequences_in_fp8_unless_rows_have_scales(rows):
+    names = ("titan_70b_tp8", "titan_atp_70b_f8_vanilla", "titan_atp_70b_vanilla", "bridge_2509_llama3_70b")
+    assert [describe(row_named(rows, name)).job.gathers_fp8 for name in names] == [True, True, False, False]
+    by_row = {**row_named(rows, "titan_atp_70b_f8_vanilla"), "precision": "fp8 rowwise"}
+    assert not describe(by_row).job.gathers_fp8
+
+
+def test_rows_are_corrected_by_their_sources(rows):
+    with shared("facts/published_runs.csv").open(newline="") as file:
+        before = {row["id"]: row for row in csv.DictReader(file)}
+    found = {name: describe(row_named(rows, name)) for name in CORRECTIONS}
+    long = "mf_r1.0_llama2_13b_FA_1812"
+    assert before[long]["seq"] == "4096" and found[long].dims.seq_len == 2048 and found[long].job.flash_attention
+    seconds = [float(row["iter_s"]) for row in (before[long], row_named(rows, long))]
+    assert seconds[1] == pytest.approx(seconds[0] / 2)  # from tokens/s
+    assert found["mf_r0.8_llama2_7b_3523"].job.recompute == "selective"
+    assert found["ascendspeed_llama_13b_8p"].job.recomputed(40) == (3, 2, 1, 0, 0, 0, 0, 0)
+    assert not found["ascendspeed_baichuan_13b"].job.flash_attention
+    assert corrected(row_named(rows, long))["iter_s"] == row_named(rows, long)["iter_s"]
 
 
 def test_torchtitan_gathers_weights_once_for_all_microbatches_of_a_pipeline(rows):

@@ -12,13 +12,17 @@ from sporeloom.models.adapters import LoRAConfig
 from sporeloom.planner.cluster import Cluster
 from sporeloom.planner.dimensions import Dimensions
 from sporeloom.planner.errors import GB, MEMORY_ERRORS, MemoryInterval, NoInterval, memory_errors, memory_interval
-from sporeloom.planner.memory import stage_memory, stage_parameters
+from sporeloom.planner.memory import expert_parameters, stage_memory, stage_parameters
 from sporeloom.planner.parallelism import Parallelism
 from sporeloom.planner.published import PublishedRun, describe, read_rows
+from sporeloom.planner.published_experts import describe_experts, read_expert_rows
 from sporeloom.planner.published_memory import ENGINES, engine_of, engine_stages, run_memory
+from sporeloom.planner.recipe_memory import layer_bytes
+from sporeloom.planner.recipes import recipes
 from sporeloom.planner.report import as_dict, strategy_file, table
 from sporeloom.planner.search import PlanRequest, search
 from sporeloom.planner.task import PLAIN_TEXT, TrainedTask
+from sporeloom.planner.validate import validate
 
 H, V, S, L = 1024, 50_000, 2048, 8
 DIMS = Dimensions(num_layers=L, hidden_size=H, num_heads=16, vocab_size=V, seq_len=S)
@@ -29,10 +33,11 @@ SOURCES = {
     "torchtitan of 2024": "pytorch/torchtitan@1 benchmarks/llama3_h100_202412_torchtitan.md",
     "torchtitan": "pytorch/torchtitan@1 benchmarks/llama3-8b_h200_202506.md",
     "llm-foundry": "mosaicml/llm-foundry@1 benchmarking",
-    "NVIDIA's recipes": "NVIDIA-NeMo/Megatron-Bridge@1",
+    "Megatron-Bridge": "NVIDIA-NeMo/Megatron-Bridge@1",
     "Alpa": "alpa-projects/alpa@1",
     "other": "mindformers@1",
 }
+OF_EXPERTS = "facts/published_moe_runs.csv"
 FULL = {"recompute": "full", "precision": "fp16", "gradient_bytes": 2}
 SHARDED = Parallelism(dp=4, zero=3, sequence_parallel=True, flash_attention=True)
 
@@ -74,7 +79,7 @@ def pairs(script):
         ("Megatron-DeepSpeed", {"zero": 1, "precision": "bf16", "gradient_bytes": 4}, 2 + 2, 4 + 8 + 4),
         ("Megatron-DeepSpeed", {"zero": 1, "precision": "bf16", "gradient_bytes": 6}, 2 + 6, 4 + 8),
         ("AscendSpeed", {"zero": 2, "precision": "bf16", "gradient_bytes": 4}, 2, 2 + 4 + 8 + 4),
-        ("NVIDIA's recipes", {"zero": 1, "precision": "fp8", "gradient_bytes": 4}, 2 + 2, 4 + 8),
+        ("Megatron-Bridge", {"zero": 1, "precision": "fp8", "gradient_bytes": 4}, 2 + 2, 4 + 8),
         ("other", {"zero": 1, "precision": "bf16", "gradient_bytes": 4}, 2 + 4, 4 + 8),
     ],
 )
@@ -167,7 +172,7 @@ def test_alpa_has_a_head_of_its_own_and_no_dropout():
 @pytest.mark.parametrize(
     ("engine", "job", "fewer"),
     [  # of a layer and token; our graphs keep inputs of norms, attention's four, the MLP's two
-        ("NVIDIA's recipes", {"precision": "fp8"}, 2 * H + H + 4 * H),
+        ("Megatron-Bridge", {"precision": "fp8"}, 2 * H + H + 4 * H),
         (
             "torchtitan",
             {"recompute": "selective"},
@@ -179,6 +184,85 @@ def test_values_that_an_engine_does_not_keep(engine, job, fewer):
     job = Parallelism(flash_attention=True, **job)
     less = stage_memory(DIMS, job)[0].activations - stage_of(engine, job).activations
     assert less == pytest.approx(L * S * fewer)
+
+
+T = 4096
+"""Tokens of a microbatch of one sequence in the runs with experts."""
+
+
+@pytest.mark.parametrize(
+    ("name", "norms", "attention", "experts"),
+    [
+        # GQA in bf16, of whole layers with experts: norms' inputs and results; queries, keys, values, result, its sums, and
+        # what the norms of queries and keys keep; rows of k experts: input, two products, their product; scores of the router
+        (
+            "mb_qwen3_235b_a22b_25_11_gb300",
+            2 * (4 * 2 * 4096),
+            2 * (2 * (2 * 8192 + 2 * 512) + 2 * (8192 + 512) + 4 * 64),
+            2 * (8 * (2 * 4096 + 6 * 1536) + 8 * 128),
+        ),
+        # MXFP8: a product's input in one byte, beside what is kept in two; the result of the first norm is fused with queries
+        (
+            "mb_qwen3_235b_a22b_26_04_01_b300",
+            2 * (4 + 1 + 2) * 4096,
+            2 * (2 * (2 * 8192 + 2 * 512) + 2 * (8192 + 512) + 8192 + 4 * 64),
+            2 * (8 * (4096 + 5 * 1536) + 8 * 128),
+        ),
+        # recomputed norms and activation of experts; no norms of queries and keys
+        (
+            "mb_gpt_oss_120b_26_04_01_h100",
+            4 * 2880,
+            2 * (2 * 4096 + 2 * 512) + 4 * 64,
+            4 * (2 * 2880 + 4 * 2880) + 8 * 128,
+        ),
+    ],
+)
+def test_bytes_that_a_layer_with_experts_keeps(name, norms, attention, experts):
+    run = with_experts()[name]
+    assert layer_bytes(run.dims, run.job, recipes()[name]) == pytest.approx(T * (norms + attention + experts))
+
+
+def test_bytes_that_latent_attention_keeps_with_and_without_its_projections():
+    run, of = with_experts()["mb_deepseek_v3_no_mtp_25_11_gb200"], recipes()["mb_deepseek_v3_no_mtp_25_11_gb200"]
+    without = dataclasses.replace(of, repeats=())
+    heads = 2 * 128 * (192 + 192 + 128)
+    assert layer_bytes(run.dims, run.job, without) - layer_bytes(run.dims, run.job, of) == pytest.approx(T * heads)
+    whole = 4 * 2 * 7168 + 4 * (1536 + 512 + 64) + 2 * 128 * 128 + 4 * 128
+    dense, sparse = 6 * 18432, 6 * 2048 + 8 * (2 * 7168 + 6 * 2048) + 8 * 256
+    mean = (3 * dense + 58 * sparse) / 61
+    assert layer_bytes(run.dims, run.job, of) == pytest.approx(T * (whole + mean))
+
+
+def test_state_of_runs_with_experts_is_that_of_their_recipes():
+    """Moments in bf16 in DeepSeek's recipes; bf16 alone in Automodel, whose weights stay gathered."""
+    for name, state in (
+        ("mb_deepseek_v3_26_08_gb200", (2, 2, 8)),
+        ("mb_qwen3_30b_a3b_26_04_01_b200", (2, 2, 12)),
+        ("na_gptoss120_64", (2, 2, 4)),
+    ):
+        job = with_experts()[name].job
+        assert (job.weight_bytes, job.gradient_bytes, job.optimizer_bytes) == state
+    run = with_experts()["na_qwen3_30b_8"]
+    (stage,), (others,), (experts,) = (
+        engine_stages(run),
+        stage_parameters(run.dims, run.job),
+        expert_parameters(run.dims, run.job),
+    )
+    assert stage.weights == pytest.approx(2 * (others + experts) + 2 * others / 8)
+    assert stage.gradients == 4 * others + 2 * experts
+    assert stage.optimizer == pytest.approx(4 * (others / 8 + experts))
+    assert (
+        stage.working >= 6 * 4 * T * run.dims.vocab_size
+    )  # logits of 4 sequences, as they are, as logarithms and gradients
+
+
+def test_runs_with_experts_that_ran_are_said_to_fit():
+    fits = validate(shared(OF_EXPERTS))["fits"]
+    assert fits["rows"] == fits["right"] == 26
+
+
+def with_experts():
+    return {row["id"]: describe_experts(row) for row in read_expert_rows(shared(OF_EXPERTS))}
 
 
 def test_deepspeeds_zero_3_gathers_matrices_not_layers(rows):
@@ -211,7 +295,7 @@ def test_what_is_recomputed_is_either_published_or_leaves_it_open():
 
 
 def test_every_engine_is_of_some_run(rows, pairs):
-    named = {f"{row['source']} {row['id']}" for row in rows}
+    named = {f"{row['source']} {row['id']}" for row in [*rows, *read_expert_rows(shared(OF_EXPERTS))]}
     for name, engine in ENGINES.items():
         assert any(
             engine_of(PublishedRun(text.split()[-1], " ".join(text.split()[:-1]), *[None] * 3)) is engine

@@ -6,7 +6,6 @@ several fails, because the others may then wait for each other for ever; the nex
 """
 
 import atexit
-import functools
 import json
 import os
 import selectors
@@ -25,7 +24,6 @@ ROOT = Path(__file__).resolve().parent.parent
 WORKER = Path(__file__).with_name("farm_worker.py")
 GRACE_S = 3.0
 """After a rank failed the others get this long to answer."""
-QUIET = Path(__file__).with_name("quiet_threads.c")
 MAX_BYTES = {1: 4_000_000_000, 2: 2_000_000_000, 4: 2_000_000_000}
 """Of each process of a farm that goes on, by how many those are: MindSpore keeps much of what it compiled, and two farms of
 seven processes share a machine."""
@@ -51,24 +49,17 @@ class Farm:
     def start(self):
         pairs = [socket.socketpair() for _ in range(self.size)]
         descriptors = [theirs.fileno() for _, theirs in pairs]
-        environment = {**os.environ, **(self.for_several() if self.size > 1 else {})}
+        several = {"MS_WORKER_NUM": str(self.size)} if self.size > 1 else {}
         self.first = subprocess.Popen(
             [sys.executable, str(WORKER), *map(str, descriptors)],
             cwd=ROOT,
-            env=environment,
+            env={**os.environ, **several},
             pass_fds=descriptors,
             stdin=subprocess.DEVNULL,
         )
         for ours, theirs in pairs:
             theirs.close()
             self.connections.append(ours)
-
-    def for_several(self):
-        """Variables of ranks that share the cores. The last one is what the ranks give their own processes."""
-        given = os.environ.get("LD_PRELOAD", "")
-        quiet = quiet_threads()
-        preloaded = {"LD_PRELOAD": f"{quiet} {given}", "FARM_LD_PRELOAD": given} if quiet else {}
-        return {"MS_WORKER_NUM": str(self.size), **preloaded}
 
     def close(self):
         if self.first:
@@ -129,21 +120,6 @@ class Farm:
                     if answers[rank] is None or answers[rank]["code"]:
                         deadline = min(deadline, time.monotonic() + GRACE_S)
         return answers
-
-
-@functools.cache
-def quiet_threads():
-    """The library of quiet_threads.c, or None without a C compiler: then tests take longer."""
-    compiler = shutil.which("cc")
-    if compiler is None or sys.platform != "linux":
-        return None
-    folder = Path(tempfile.mkdtemp(prefix="farm-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    library = folder / f"{QUIET.stem}.so"
-    done = subprocess.run(
-        [compiler, "-shared", "-fPIC", str(QUIET), "-o", str(library)], check=False, capture_output=True
-    )
-    return library if done.returncode == 0 else None
 
 
 def _memory(pid):

@@ -127,8 +127,6 @@ def forked(descriptors):
 def main(descriptors):
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's goes to the tests, who end this process
-    if (preloaded := os.environ.pop("FARM_LD_PRELOAD", None)) is not None:
-        os.environ["LD_PRELOAD"] = preloaded
     prepare_environment()
     importlib.import_module("sporeloom.train.trainer")  # MindSpore, and most of ours
     importlib.import_module("sporeloom.mindspore_compat.device").pin_cpu()  # whatever the first task is

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,14 +13,17 @@ from mindspore import Tensor, mint, nn, ops
 from numpy.typing import NDArray
 
 from sporeloom.calibration import graphs
-from sporeloom.calibration.samples import ATTENTION, LAUNCH, OPERATOR, PRODUCT, REFERENCE
+from sporeloom.calibration.samples import AT_ONCE, ATTENTION, LAUNCH, OPERATOR, PRODUCT, REFERENCE, WAIT_S
 
 WIDTH = 256
 """Length of the rows that operators pass over."""
 ITEM = 4
-TIMES = 4
-TENSORS = {False: (1 << 14, 1 << 17, 1 << 20), True: (1 << 14, 1 << 19)}
+WAITING = 6
+"""Operators that wait side by side."""
+TENSORS = {False: (1 << 14, 1 << 17, 1 << 20), True: (1 << 14, 1 << 20)}
 """Whether it is quick -> sizes of tensors in elements."""
+TIMES = {False: 16, True: 4}
+"""Operators in a graph, as many of every size: what launches and calls take does not change the slope."""
 PRODUCTS = {
     False: ((128, 128, 512), (256, 128, 2048), (256, 256, 1024), (512, 512, 512), (512, 512, 2048), (1024, 1024, 1024)),
     True: ((256, 256, 512), (512, 512, 1024)),
@@ -27,7 +31,7 @@ PRODUCTS = {
 """Rows, columns of the input and of the result."""
 HEADS = {False: ((2, 4, 128, 32), (4, 8, 128, 64), (2, 8, 256, 64)), True: ((4, 8, 128, 64),)}
 """Sequences, heads, tokens, width of a head."""
-LAUNCHES = {False: (4, 32, 96), True: (4, 24)}
+LAUNCHES = {False: (4, 96, 288), True: (4, 24)}
 QUICK_KINDS = (REFERENCE, "GeLU", "GeLUGrad", "Softmax", "SoftmaxBackward", "AdamWeightDecay")
 """The operators that are measured if it is quick; the others pass over memory at the rate of the first."""
 
@@ -44,6 +48,8 @@ class Case:
     inputs: Sequence[NDArray[Any]]
     flops: int = 0
     also: dict[str, int] = field(default_factory=dict)
+    replaced_by: Callable[..., Any] | None = None
+    """Function that is called in place of the graph's operators."""
 
 
 def compute_cases(quick: bool) -> Iterator[Case]:
@@ -64,15 +70,16 @@ def compute_cases(quick: bool) -> Iterator[Case]:
         name = "x".join(map(str, shape))
         yield Case(ATTENTION, name, 12, moved, graphs.Repeated(graphs.Attention(), 2, 3), inputs, flops)
     for size in TENSORS[quick]:
-        yield from (case for case in _passes(_rows(size)) if not quick or case.kind in QUICK_KINDS)
+        yield from (case for case in _passes(_rows(size), TIMES[quick]) if not quick or case.kind in QUICK_KINDS)
+    yield Case(AT_ONCE, "waiting", WAITING, 0, graphs.SideBySide(ops.ReLU()), [tiny] * WAITING, replaced_by=_wait)
 
 
-def _passes(x: NDArray[Any]) -> Iterator[Case]:
-    """Operators on tensors of one size."""
+def _passes(x: NDArray[Any], times: int) -> Iterator[Case]:
+    """Operators on tensors of one size, `times` of them in a graph."""
 
     def case(kind: str, operator: Any, inputs: Sequence[NDArray[Any]], moved: float, **also: int) -> Case:
-        cell = graphs.Repeated(operator, TIMES, len(inputs))
-        return Case(OPERATOR, kind, TIMES, int(moved), cell, list(inputs) * TIMES, also=also)
+        cell = graphs.Repeated(operator, times, len(inputs))
+        return Case(OPERATOR, kind, times, int(moved), cell, list(inputs) * times, also=also)
 
     size, rows = x.nbytes, len(x)
     for kind, binary in {REFERENCE: ops.Add(), "Mul": ops.Mul(), "Sub": ops.Sub(), "Div": ops.Div()}.items():
@@ -92,8 +99,13 @@ def _passes(x: NDArray[Any]) -> Iterator[Case]:
     ids = (np.arange(rows) * 7 % rows).astype(np.int32)
     yield case("Gather", _picked, [x, ids], 2 * size)
     yield case("UnsortedSegmentSum", _Scattered(rows), [x, ids], 2 * size)
-    updates = graphs.OneAfterTheOther([graphs.Update(x.shape) for _ in range(TIMES)])
-    yield Case(OPERATOR, "AdamWeightDecay", TIMES, 7 * size, updates, [x] * TIMES)
+    updates = graphs.OneAfterTheOther([graphs.Update(x.shape) for _ in range(times)])
+    yield Case(OPERATOR, "AdamWeightDecay", times, 7 * size, updates, [x] * times)
+
+
+def _wait(x: NDArray[Any]) -> NDArray[Any]:
+    time.sleep(WAIT_S)
+    return x
 
 
 def _scaled(x: Any) -> Any:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from sporeloom.calibration import graphs
 from sporeloom.calibration.cases import ITEM, WIDTH, Case, collective_cell, compute_cases
-from sporeloom.calibration.samples import COLLECTIVE, Sample, whole_rows
+from sporeloom.calibration.samples import COLLECTIVE, PADDING, Sample, whole_rows
 from sporeloom.partition.graph import TensorType
 from sporeloom.runtime.cpu.exchange import TransportExchange
 from sporeloom.runtime.cpu.transport import Collectives, Transport
@@ -25,8 +25,8 @@ SIZES = {False: (1 << 12, 1 << 16, 1 << 18, 1 << 20), True: (1 << 12, 1 << 18)}
 """Whether it is quick -> elements of the unsharded tensor of a collective."""
 IN_GRAPH = 2
 WARM_UP = 2
-REPEATS, MIN_REPEATS = {False: 25, True: 15}, 3
-BUDGET_S = {False: 1.0, True: 0.15}
+REPEATS, MIN_REPEATS = 25, 3
+BUDGET_S = {False: 1.0, True: 0.4}
 """Seconds after which a graph is repeated no more, if it was often enough."""
 
 
@@ -43,7 +43,8 @@ def measure(quick: bool) -> list[Sample]:
 
 
 def _sample(case: Case, quick: bool, transport: Transport | None) -> Sample:
-    call = graphs.load(case.cell, case.inputs)
+    padding = 0 if quick else PADDING
+    call = graphs.load(case.cell, case.inputs, case.replaced_by, padding)
     seconds = repeated(call, _count(call, quick, transport), transport)
     return Sample(
         group=case.group,
@@ -53,6 +54,7 @@ def _sample(case: Case, quick: bool, transport: Transport | None) -> Sample:
         seconds=seconds,
         flops=case.flops,
         also=case.also,
+        padding=padding,
     )
 
 
@@ -64,7 +66,7 @@ def _count(call: Callable[[], None], quick: bool, transport: Transport | None) -
         call()
     one = (time.perf_counter() - begin) / WARM_UP
     slowest = max(transport.gather_values(one, "count")) if transport else one
-    return max(MIN_REPEATS, min(REPEATS[quick], int(BUDGET_S[quick] / slowest)))
+    return max(MIN_REPEATS, min(REPEATS, int(BUDGET_S[quick] / slowest)))
 
 
 def repeated(call: Callable[[], None], count: int, transport: Transport | None) -> list[float]:

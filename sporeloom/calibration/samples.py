@@ -12,8 +12,15 @@ from sporeloom.calibration.fit import line, spread, through_origin
 from sporeloom.core.errors import ConfigError
 from sporeloom.planner.cluster import Efficiency, MeasuredLine, ProcessRates
 
-GROUPS = ("launch", "product", "attention", "operator", "collective")
-LAUNCH, PRODUCT, ATTENTION, OPERATOR, COLLECTIVE = GROUPS
+GROUPS = ("launch", "product", "attention", "operator", "at once", "collective")
+LAUNCH, PRODUCT, ATTENTION, OPERATOR, AT_ONCE, COLLECTIVE = GROUPS
+PADDING = 128
+"""Tiny operators at the end of every graph but those of collectives, unless it is quick. MindSpore runs a graph of at most
+100 operators in the thread that calls it, which then polls while the threads of its pool compute: on two cores a third
+thread. The graphs of steps are larger; those its pool runs alone. (CheckSingleThreadRunningCondition in its
+graph_scheduler.cc.)"""
+WAIT_S = 0.05
+"""Seconds that each operator of AT_ONCE waits."""
 REFERENCE = "Add"
 """The operator whose rate is the bandwidth of memory."""
 RING = "AllReduce"
@@ -40,6 +47,8 @@ class Sample:
     in_graph: bool = True
     also: Mapping[str, int] = field(default_factory=dict)
     """Other operators that run with each of them: kind -> bytes."""
+    padding: int = 0
+    """Number of tiny operators after them."""
 
     @property
     def median(self) -> float:
@@ -75,6 +84,8 @@ class MachineRates:
     operators: Mapping[str, Rate]
     collectives: Mapping[tuple[str, int], Rate]
     """Kind and number of ranks -> rate."""
+    at_once: int
+    """Operators of a process that run at once."""
 
     def as_process_rates(self, alone: MachineRates) -> ProcessRates:
         """Convert to what the planner reads. Efficiencies are relative to a process that is `alone`, those of links to its
@@ -96,6 +107,7 @@ class MachineRates:
             efficiency=Efficiency(**{name: rounded(value) for name, value in values.items()}),
             operators=[rate.as_line(kind) for kind, rate in self.operators.items()],
             collectives=[rate.as_line(*key) for key, rate in self.collectives.items()],
+            operators_at_once=self.at_once,
         )
 
     @property
@@ -123,7 +135,8 @@ def read_samples(values: Iterable[Mapping[str, Any]]) -> list[Sample]:
 def fitted_rates(samples: Sequence[Sample], processes: int) -> MachineRates:
     """Fit the samples of a number of processes that run at once.
 
-    A graph takes its call, and for each operator a launch and what the operator takes: FLOPs and bytes at a rate.
+    A graph takes its call, and for each operator a launch and what the operator takes: FLOPs and bytes at a rate. The tiny
+    operators of its padding take a launch each.
     Operators and collectives whose time does not grow with their size, because of noise, are left out, and operators that
     run along with them.
 
@@ -131,11 +144,11 @@ def fitted_rates(samples: Sequence[Sample], processes: int) -> MachineRates:
         ConfigError: the measurements are too noisy for the rate of products, memory or, of several processes, all-reduces.
     """
     of = {group: [s for s in samples if s.group == group] for group in GROUPS}
-    graph, launch = line([s.times for s in of[LAUNCH]], [s.median for s in of[LAUNCH]])
+    graph, launch = line([s.times + s.padding for s in of[LAUNCH]], [s.median for s in of[LAUNCH]])
 
     def alone(sample: Sample) -> float:
         """Seconds of one of the operators, without launches and calls."""
-        return (sample.median - graph) / sample.times - launch * (1 + len(sample.also))
+        return (sample.median - graph - launch * sample.padding) / sample.times - launch * (1 + len(sample.also))
 
     operators: dict[str, Rate] = {}
     for kind in dict.fromkeys(s.kind for s in of[OPERATOR]):
@@ -162,7 +175,9 @@ def fitted_rates(samples: Sequence[Sample], processes: int) -> MachineRates:
     if processes > 1 and all(kind != RING for kind, _ in collectives):
         raise _noise("rate of all-reduces")
     rates = flops(PRODUCT), flops(ATTENTION), bytes_per_s
-    return MachineRates(processes, launch, graph, *rates, operators, collectives)
+    (waiting,) = of[AT_ONCE]
+    at_once = max(1, round(WAIT_S / max(alone(waiting), WAIT_S / waiting.times)))
+    return MachineRates(processes, launch, graph, *rates, operators, collectives, at_once)
 
 
 def _add(found: dict[Any, Rate], key: Any, samples: Sequence[Sample], seconds: Sequence[float]) -> None:
@@ -197,7 +212,7 @@ def summary(measured: MachineRates, samples: Sequence[Sample]) -> list[str]:
     lines = [
         f"launch of an operator {us(measured.launch)}, call of a graph {us(measured.graph)}; "
         f"products {giga(measured.flops)}FLOP/s, attention {giga(measured.attention_flops)}FLOP/s; "
-        f"memory {giga(measured.bytes_per_s)}B/s"
+        f"memory {giga(measured.bytes_per_s)}B/s; operators at once: {measured.at_once}"
     ]
     for (kind, ranks), rate in measured.collectives.items():
         lines.append(f"{kind} of {ranks}: {us(rate.latency)} + bytes at {giga(rate.bytes_per_s)}B/s")

@@ -5,10 +5,8 @@ a network."""
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
 import platform
-import shutil
 import subprocess
 from collections.abc import Callable
 from functools import partial
@@ -18,8 +16,7 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 from numpy.typing import NDArray
 
-from sporeloom.core.files import flush, partial_name, private_cache, read_private, remove
-from sporeloom.core.lines import first_line, split_lines
+from sporeloom.core.compiled import c_compiler, kept_or_built, why_unusable
 from sporeloom.core.log import milestone
 from sporeloom.nn.attention import Attention
 from sporeloom.nn.blocks import Block, DecoderLayer, ParallelBlock, SandwichLayer
@@ -39,9 +36,9 @@ from sporeloom.runtime.cpu.products import NAMES
 
 SWITCH = "SPORELOOM_KERNELS"
 """Environment variable: 0 computes with MindSpore's operators alone."""
-SOURCES = Path(__file__).with_name("native")
+SOURCE = Path(__file__).parent / "native" / "kernels.c"
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-pthread", "-shared", "-fPIC")
-BUILD_S = 120.0
+LIBRARIES = ("-lm",)
 BLOCK_KINDS = (DecoderLayer, ParallelBlock, SandwichLayer)
 ACTIVATION_KINDS = (ErfGelu, TanhGelu, FastGelu, SiLU)
 """Kinds of activation functions, in the order of kernels.c."""
@@ -55,52 +52,20 @@ LANES, COLUMNS = 16, 4
 def kernel_library() -> Path | None:
     """The library of kernels.c, built if it is not there yet; None where it is switched off or cannot be built, with a line
     that says why."""
-    compiler = shutil.which(os.environ.get("CC", "cc"))
+    compiler = c_compiler()
     if os.environ.get(SWITCH) == "0" or platform.system() != "Linux":
         return None
     if compiler is None:
         milestone("no C compiler (cc): decoding with MindSpore's operators, which is slower")
         return None
     try:
-        path = _kept_or_built(private_cache("kernels"), compiler)
+        path = kept_or_built(compiler, SOURCE, FLAGS, LIBRARIES)
         # What it needs is there: MindSpore would end in a traceback of C++.
         ctypes.CDLL(str(path)).use_threads(num_threads())
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or str(error)
-        if isinstance(error, OSError) and error.filename:
-            said = f"{error.filename}: {error.strerror}"
-        milestone(f"kernels.c cannot be used, decoding is slower: {first_line(said)}")
+        milestone(f"{SOURCE.name} cannot be used, decoding is slower: {why_unusable(error)}")
         return None
     return path
-
-
-def _kept_or_built(folder: Path, compiler: str) -> Path:
-    """The library in a private folder. Its name ends with the hash of its content: one with another content is not loaded,
-    but built again."""
-    fingerprint = _fingerprint(compiler)
-    for path in sorted(folder.glob(f"{fingerprint}-*.so")):
-        try:
-            if path.stem == _named(fingerprint, read_private(path)):
-                return path
-            why = "its content is not what was built"
-        except OSError as error:
-            why = str(error.strerror)
-        milestone(f"{path}: {why}; building the kernels again")
-        remove(path)
-    partial = partial_name(folder / fingerprint)
-    try:
-        _build(compiler, partial)
-        partial.chmod(0o700)
-        flush(partial)
-        path = folder / f"{_named(fingerprint, read_private(partial))}.so"
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-    return path
-
-
-def _named(fingerprint: str, content: bytes) -> str:
-    return f"{fingerprint}-{hashlib.sha256(content).hexdigest()}"
 
 
 def num_threads() -> int:
@@ -108,22 +73,6 @@ def num_threads() -> int:
     OMP_NUM_THREADS to 1, for C alone."""
     wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # of nested regions the outermost
     return int(wanted) if wanted.isdecimal() else len(os.sched_getaffinity(0))
-
-
-def _build(compiler: str, path: Path) -> None:
-    command = [compiler, *FLAGS, str(SOURCES / "kernels.c"), "-o", str(path), "-lm"]
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_S)
-
-
-def _fingerprint(compiler: str) -> str:
-    """Identify everything that the library depends on; a home folder may be shared by different machines."""
-    found = (
-        Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace") if Path("/proc/cpuinfo").exists() else ""
-    )
-    cpu = next((line for line in split_lines(found) if line.startswith(("flags", "Features"))), platform.machine())
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    texts = [path.read_text() for path in sorted(SOURCES.glob("*.[ch]"))]
-    return hashlib.sha256("\0".join([*texts, *FLAGS, version, cpu]).encode()).hexdigest()[:32]
 
 
 def use_kernels(net: nn.Cell, library: Path) -> int:

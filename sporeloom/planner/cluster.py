@@ -70,6 +70,9 @@ class ProcessRates:
     """Rates by the bytes that an operator reads and writes."""
     collectives: list[MeasuredLine] = field(default_factory=list)
     """Rates by the bytes of the unsharded tensor."""
+    operators_at_once: Count = 1
+    """Operators of a graph that a process runs at once. With 1, collectives are operators like all others, and nothing is
+    computed meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ import zlib
 from pathlib import Path
 
 from sporeloom.core.processes import LAUNCHER, end_with_parent
+from sporeloom.runtime.quiet import quiet_threads
 
 DEVICE_FILES = {"/dev/davinci_manager": "Ascend", "/dev/nvidiactl": "GPU"}
 """File that shows the presence of a device -> MindSpore's name of the device."""
@@ -62,7 +63,8 @@ def end_with_msrun() -> None:
 
 
 def prepare_environment() -> None:
-    """Suppress warnings, and limit threads to this process's share of the cores. A user's own settings have precedence.
+    """Suppress warnings, limit threads to this process's share of the cores, and let idle ones of CPU processes sleep. A
+    user's own settings have precedence.
 
     One process of several exits with msrun. msrun's scheduler, which CPU processes do not use, exits here.
     """
@@ -75,3 +77,5 @@ def prepare_environment() -> None:
         threads = max(1, (os.cpu_count() or 1) // processes)
         for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
             os.environ.setdefault(name, str(threads))
+        if not devices():
+            quiet_threads()

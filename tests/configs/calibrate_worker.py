@@ -6,6 +6,7 @@ from mindspore import ops
 
 from sporeloom.calibration import graphs
 from sporeloom.calibration.cases import collective_cell
+from sporeloom.calibration.samples import PADDING
 
 TIMES = 2
 RESULTS = {
@@ -48,7 +49,7 @@ def operators():
     graphs.compile_for_one_device = kinds
     try:
         x = np.ones((4, 8), np.float32)
-        graphs.load(graphs.Repeated(graphs.Gradient(ops.GeLU()), 3, 2), [x] * 6)()
+        graphs.load(graphs.Repeated(graphs.Gradient(ops.GeLU()), 3, 2), [x] * 6, padding=PADDING)()
     finally:
         graphs.compile_for_one_device = compile_for_one_device
     return kept

@@ -9,8 +9,8 @@ import sys
 import pytest
 from conftest import ROOT
 
+from sporeloom.core import compiled
 from sporeloom.core.files import make_private, read_private
-from sporeloom.inference import kernels
 from sporeloom.inference.kernels import kernel_library
 from sporeloom.runtime.spmd import compilation_cache
 
@@ -62,7 +62,7 @@ def put(path, content, owner=None, mode=0o700):
 
 @needs_compiler
 def test_a_kept_library_is_used_and_nobody_else_may_enter_its_folder(cache, monkeypatch, capsys):
-    monkeypatch.setattr(kernels, "_build", None)
+    monkeypatch.setattr(compiled, "_build", None)
     assert kernel_library() == library_of(cache)
     assert cache.stat().st_mode & 0o777 == 0o700
     assert capsys.readouterr().err == ""
@@ -85,7 +85,7 @@ def test_a_damaged_library_is_not_loaded_but_built_again(built, cache, harm, cap
     put(path, harm(good, (built / "evil.so").read_bytes()))
     found = kernel_library()
     assert found is not None and found.read_bytes() == good
-    assert "its content is not what was built; building the kernels again" in capsys.readouterr().err
+    assert "its content is not what was built; building kernels.c again" in capsys.readouterr().err
     assert not (built / "LOADED").exists()
 
 
@@ -95,7 +95,7 @@ def test_a_library_that_others_may_write_is_built_again(cache, mode, capsys):
     library_of(cache).chmod(mode)
     found = kernel_library()
     assert found is not None and found.stat().st_mode & 0o022 == 0
-    assert "alone may write to; building the kernels again" in capsys.readouterr().err
+    assert "alone may write to; building kernels.c again" in capsys.readouterr().err
 
 
 @needs_compiler

@@ -19,7 +19,7 @@ class DeviceModel:
     """Costs on one device of a cluster. Each kernel also costs `launch` seconds, each call of a graph `graph` seconds.
 
     `stage_size`: ranks of a pipeline stage, which wait for the slowest of their groups; 0: for the one given. `devices`: of
-    the job, whose stages send at once.
+    the job, whose stages send at once. If `one_at_a_time`, no two operators of a graph run at once, collectives included.
     """
 
     def __init__(self, cluster: Cluster, stage_size: int = 0, devices: int = 0):
@@ -32,6 +32,7 @@ class DeviceModel:
         self.launch, self.graph = launch_us * 1e-6, fitted.graph_us * 1e-6
         measured = cluster.measured[0] if cluster.measured else None
         self.operators = {line.kind: line for line in measured.operators} if measured else {}
+        self.one_at_a_time = measured is not None and measured.operators_at_once == 1
 
     def product(self, flops: float, moved_bytes: float, in_float32: bool) -> float:
         """A matrix product: its arithmetic, then each matrix once through memory."""

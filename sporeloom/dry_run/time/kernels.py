@@ -50,7 +50,8 @@ class Graphs:
     def tasks(self, graph: Graph) -> list[Task]:
         """The kernels of a graph as tasks, in the order of their launch.
 
-        Collectives are chained, as the runtime chains them. One over several stages `meets` those of the others.
+        Collectives are chained, as the runtime chains them, and so are all kernels of a device that runs one at a time. A
+        collective over several stages `meets` those of the others.
         """
         nodes, types = along_first_dim(graph), dict(self.known) | types_of(graph)
         for node in nodes:
@@ -64,10 +65,13 @@ class Graphs:
         order = first_come([kernel.needs for kernel in kernels])
         assert len(order) == len(kernels), "kernels wait for each other"
         place = {number: position for position, number in enumerate(order)}
-        return [
-            costs.task(kernels[number], tuple(sorted(place[needed] for needed in kernels[number].needs)))
-            for number in order
-        ]
+        tasks = list[Task]()
+        for position, number in enumerate(order):
+            needs = {place[needed] for needed in kernels[number].needs}
+            if self.device.one_at_a_time and position:
+                needs.add(position - 1)
+            tasks.append(costs.task(kernels[number], tuple(sorted(needs))))
+        return tasks
 
     def group_axes(self, node: Node) -> tuple[GroupAxis, ...]:
         """The group of a collective, from which that of any rank of the stage follows."""

@@ -10,12 +10,15 @@ import pytest
 from sporeloom.calibration.cluster_file import as_yaml, cluster_of
 from sporeloom.calibration.fit import line, spread, through_origin
 from sporeloom.calibration.samples import (
+    AT_ONCE,
     ATTENTION,
     COLLECTIVE,
     LAUNCH,
     OPERATOR,
+    PADDING,
     PRODUCT,
     REFERENCE,
+    WAIT_S,
     Sample,
     fitted_rates,
     read_samples,
@@ -28,19 +31,22 @@ from sporeloom.dry_run.time.device_model import DeviceModel
 from sporeloom.planner.cluster import read_cluster
 from sporeloom.runtime.cpu.transport import Collectives
 
-LAUNCH_S, GRAPH_S = 40e-6, 300e-6
+LAUNCH_S, GRAPH_S = 40e-6, 1e-3
 FLOPS, ATTENTION_FLOPS, BYTES = 30e9, 20e9, 5e9
 RATES = {REFERENCE: (5e-6, BYTES), "GeLU": (20e-6, 0.2e9), "GeLUGrad": (30e-6, 0.4e9)}
 """Operator -> latency and bytes/s; the last one runs along with the one before."""
 RING = {2: (150e-6, 1e9), 4: (400e-6, 0.4e9)}
 
 
-def planted(noise=0.03, slowdown=1.0, rings=RING, seed=1):
-    """Samples of a machine with the figures above, `slowdown` times as slow."""
+def planted(noise=0.03, slowdown=1.0, rings=RING, seed=1, at_once=1, padding=PADDING):
+    """Samples of a machine with the figures above, `slowdown` times as slow, that runs `at_once` operators at once."""
     rng = random.Random(seed)
 
     def sample(group, kind, one, times=4, num_bytes=0, **more):
-        called = (times * one + (GRAPH_S if more.get("in_graph", True) else 0)) * slowdown
+        more |= {} if group == COLLECTIVE else {"padding": padding}
+        called = (
+            times * one + more.get("padding", 0) * LAUNCH_S + (GRAPH_S if more.get("in_graph", True) else 0)
+        ) * slowdown
         seconds = [called * rng.gauss(1, noise) for _ in range(15)]
         return Sample(group=group, kind=kind, times=times, num_bytes=num_bytes, seconds=seconds, **more)
 
@@ -48,7 +54,8 @@ def planted(noise=0.03, slowdown=1.0, rings=RING, seed=1):
         latency, rate = RATES[kind]
         return LAUNCH_S + latency + num_bytes / rate
 
-    found = [sample(LAUNCH, REFERENCE, LAUNCH_S, times) for times in (4, 32, 96)]
+    found = [sample(LAUNCH, REFERENCE, LAUNCH_S, times) for times in (4, 96, 288)]
+    found.append(sample(AT_ONCE, "waiting", WAIT_S / at_once / slowdown, 6))  # waiting needs no cores
     for group, rate in {PRODUCT: FLOPS, ATTENTION: ATTENTION_FLOPS}.items():
         for side in (256, 512, 1024):
             flops, moved = 2 * side**3, 12 * side**2
@@ -78,8 +85,9 @@ def test_planted_latencies_and_rates_are_found_again():
         assert found.collectives["Message", ranks].bytes_per_s == pytest.approx(2 * rate, rel=0.1)
 
 
-def test_without_noise_they_are_found_exactly():
-    found = fitted_rates(planted(noise=0.0), 4)
+@pytest.mark.parametrize("padding", [0, PADDING])
+def test_without_noise_they_are_found_exactly(padding):
+    found = fitted_rates(planted(noise=0.0, padding=padding), 4)
     assert (found.launch, found.graph) == pytest.approx((LAUNCH_S, GRAPH_S))
     assert {kind: tuple(rate) for kind, rate in found.operators.items()} == {
         kind: pytest.approx(values) for kind, values in RATES.items()
@@ -111,6 +119,19 @@ def test_the_written_file_is_read_back_and_costs_what_was_measured(tmp_path):
         assert device.operator("Unmeasured", 1e6) == pytest.approx(slowdown * 1e6 / BYTES, rel=1e-3)
     latency, rate = RING[2]
     assert device.collective("AllReduce", 1e6, [0, 1]).seconds == pytest.approx(2 * (latency + 1e6 / rate), rel=1e-3)
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3, 5])
+@pytest.mark.parametrize("slowdown", [1.0, 4.0])
+def test_operators_that_wait_tell_how_many_run_at_once(at_once, slowdown):
+    found = fitted_rates(planted(slowdown=slowdown, at_once=at_once), 4)
+    assert found.at_once == at_once
+    assert DeviceModel(cluster_of([found])).one_at_a_time == (at_once == 1)
+
+
+def test_a_machine_that_is_far_too_slow_still_runs_one_operator():
+    slow = [dataclasses.replace(s, seconds=[9.0]) if s.group == AT_ONCE else s for s in planted()]
+    assert fitted_rates(slow, 4).at_once == 1
 
 
 def test_a_kind_that_was_not_measured_takes_what_a_ring_of_the_measured_speed_takes():

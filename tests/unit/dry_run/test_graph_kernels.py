@@ -7,10 +7,10 @@ import pytest
 
 from sporeloom.dry_run.time.device_model import KERNELS_OF_LAYER, DeviceModel
 from sporeloom.dry_run.time.kernels import COMMUNICATION, Graphs, fused
-from sporeloom.dry_run.time.simulate import COMPUTE
+from sporeloom.dry_run.time.simulate import COMPUTE, simulate
 from sporeloom.partition.graph import Graph, Node, TensorType
 from sporeloom.partition.grid import DeviceGrid
-from sporeloom.planner.cluster import Cluster, Efficiency
+from sporeloom.planner.cluster import Cluster, Efficiency, ProcessRates
 from sporeloom.planner.rates import MESSAGE_S
 
 PERFECT = Efficiency(matmul=1, attention=1, memory=1, intra_node=1, inter_node=1, layer_overhead_us=16)
@@ -61,6 +61,23 @@ def test_passes_between_products_are_one_kernel():
     kernels = fused(graph.nodes, graph)
     assert kinds(kernels) == [["MatMul"], ["Add", "GeLU"], ["MatMul"], ["AllReduce"], ["Add"]]
     assert [kernel.needs for kernel in kernels] == [set(), {0}, {1}, {2}, {3}]
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_a_process_that_runs_one_operator_at_a_time_computes_nothing_during_a_collective(at_once):
+    rates = ProcessRates(processes=2, efficiency=PERFECT, operators_at_once=at_once)
+    device = DeviceModel(dataclasses.replace(CLUSTER, efficiency=None, fused=False, measured=[rates]))
+    nodes = [
+        node("AllReduce", ["x"], "sum", 512, 512, axes=("tp",), op="sum"),
+        node("MatMul", ["x", "w"], "product", 512, 512),
+        node("AllReduce", ["sum"], "again", 512, 512, axes=("tp",), op="sum"),
+    ]
+    graph = Graph({"w": tensor(512, 512)}, {"x": tensor(512, 512)}, nodes, ["product", "again"])
+    tasks = Graphs(device, DeviceGrid({"tp": 2}), 0, {}).tasks(graph)
+    first, product, second = (next(t.seconds for t in tasks if t.name.startswith(n)) for n in ("AllR", "Mat", "AllR"))
+    (of,) = simulate({0: tasks}).values()
+    assert of.end == pytest.approx(first + second + (product if at_once == 1 else 0))
+    assert sum(of.exposed().values()) == pytest.approx(first + second - (0 if at_once == 1 else product))
 
 
 def test_costs_are_arithmetic_and_bytes():

@@ -231,7 +231,7 @@ def test_without_a_compiler_there_is_one_line(monkeypatch, tmp_path, capsys):
 def test_what_cannot_be_compiled_leaves_nothing_behind(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "kernels.c").write_text("int linear(\n")
-    monkeypatch.setattr(kernels, "SOURCES", tmp_path)
+    monkeypatch.setattr(kernels, "SOURCE", tmp_path / "kernels.c")
     assert kernel_library() is None
     assert "kernels.c cannot be used, decoding is slower: " in capsys.readouterr().err
     assert list((tmp_path / "cache/sporeloom/kernels").iterdir()) == []

@@ -97,7 +97,7 @@ def test_kernels_give_the_whole_numbers_of_the_formula(rows, columns):
 @pytest.mark.parametrize("machine", ["x86-64", "haswell"])
 def test_so_do_kernels_of_older_processors(monkeypatch, tmp_path, machine):
     flags = [flag for flag in kernels.FLAGS if not flag.startswith("-march")]
-    source, path = kernels.SOURCES / "kernels.c", tmp_path / "kernels.so"
+    source, path = kernels.SOURCE, tmp_path / "kernels.so"
     built = subprocess.run(
         ["cc", *flags, f"-march={machine}", source, "-o", path, "-lm"], capture_output=True, check=False
     )

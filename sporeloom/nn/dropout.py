@@ -29,11 +29,13 @@ class Dropout(nn.Cell):
         self.keep_scale = 1.0 / (1.0 - rate)
         self.reshape, self.add_u, self.add_v, self.mix = ops.Reshape(), ops.Add(), ops.Add(), ops.Mul()
         self.keep, self.cast, self.scale, self.drop = ops.GreaterEqual(), ops.Cast(), ops.Mul(), ops.Mul()
+        self.wait, self.stop = ops.Depend(), ops.StopGradient()
 
     def construct(self, x, keys):  # keys: (B, T) int32, those of the N = B*T tokens; None when not training
         if self.active and self.training:
             width = x.shape[-1]
-            rows = self.keys_of_rows(x, keys)
+            # Executors run what is ready: without waiting, the masks of all layers are computed first, and held.
+            rows = self.keys_of_rows(x, self.wait(keys, self.stop(x)))
             u = self.add_u(rows, _constants(self.site, 0, width))
             v = self.add_v(rows, _constants(self.site, 1, width))
             kept = self.cast(self.keep(self.mix(u, v), self.lowest_kept), x.dtype)

@@ -2,10 +2,13 @@
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor
+from mindspore import Tensor, nn, ops
 
 from sporeloom.data.batch import dropout_keys
-from sporeloom.nn.dropout import AttentionDropout, Dropout
+from sporeloom.dry_run.memory.liveness import lifetimes
+from sporeloom.nn.dropout import AttentionDropout, Dropout, number_dropouts
+from sporeloom.partition.mindir import read_graph
+from sporeloom.runtime.spmd.compile import compile_for_one_device
 
 RATE, B, T, D = 0.1, 8, 64, 256
 
@@ -71,3 +74,31 @@ def test_keys_are_a_function_of_seed_and_place():
     for seed in (8, -7, 7 + 2**24, 7 + 2**32, 2**63 - 1):
         assert not np.intersect1d(whole, dropout_keys(seed, 0, (B, T))).size
     assert whole.dtype == ms.dtype_to_nptype(ms.int32)
+
+
+def test_masks_of_layers_are_computed_one_after_another():
+    """As MindSpore's executor runs a graph, which starts what is ready."""
+
+    class Layers(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.CellList([Dropout(RATE) for _ in range(4)])
+            self.relu = ops.ReLU()
+            number_dropouts(self)
+
+        def construct(self, x, keys):
+            for layer in self.layers:
+                x = self.relu(layer(x, keys))
+            return x
+
+    model = compile_for_one_device(Layers().set_train(), [((B * T, D), np.float32), ((B, T), np.int32)])
+    found = lifetimes(read_graph(model))
+    size = B * T * D * 4
+    is_mask = [bool(m) and m.kind == "Add" and s == size for s, m in zip(found.sizes, found.makers, strict=True)]
+    live = most = 0
+    for born, dying in zip(found.born, found.dying, strict=True):
+        live += sum(is_mask[number] for number in born)
+        most = max(most, live)
+        live -= sum(is_mask[number] for number in dying)
+    assert sum(is_mask) == 8  # two factors of each
+    assert most == 2

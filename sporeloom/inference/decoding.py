@@ -46,9 +46,9 @@ class Decoding(Protocol):
     def prepare(self, prompt_lengths: Iterable[int], max_new_tokens: int) -> None:
         """Compile for prompts of these lengths, unless that is done."""
 
-    def next_chunks(self, waiting: Mapping[int, Sequence[int]], is_alone: bool) -> dict[int, Sequence[int]]:
+    def next_chunks(self, waiting: Mapping[int, Sequence[int]], num_decoded: int) -> dict[int, Sequence[int]]:
         """Choose from the rows and the rest of their prompts, the oldest first, what one `step` takes; always some
-        of the oldest. `is_alone`: no row gets a token in the step, so that nobody waits.
+        of the oldest. `num_decoded`: number of rows that get a token in the step, and wait for it.
 
         What a prompt gets does not depend on who else is there.
         """
@@ -246,8 +246,8 @@ class CachedDecoder(CacheDecoder):
         rows = range(0, self.num_rows, 1 if self.net.places_are_alike else self.in_replica)
         self.compile(as_tensors(self._inputs(rows, {}, 1, False)))
 
-    def next_chunks(self, waiting: Mapping[int, Sequence[int]], is_alone: bool) -> dict[int, Sequence[int]]:
-        del is_alone  # the logits of a prompt would depend on it
+    def next_chunks(self, waiting: Mapping[int, Sequence[int]], num_decoded: int) -> dict[int, Sequence[int]]:
+        del num_decoded  # the logits of a prompt would depend on it
         chunks: dict[int, Sequence[int]] = {}
         for row, ids in waiting.items():
             part = ids[: self.chunk]

@@ -114,7 +114,7 @@ class ModelDrafter(Drafter):
         token, or two where it has room. Returns the most likely tokens after the rows in which nothing is left."""
         reading = {row: tokens for row, tokens in unread.items() if len(tokens) > CATCH_UP}
         decoded = {row: tokens[0] for row, tokens in unread.items() if row not in reading}
-        chunks = self._decoding.next_chunks(reading, is_alone=not decoded) if reading else {}
+        chunks = self._decoding.next_chunks(reading, len(decoded)) if reading else {}
         more = {row: unread[row][1:] for row in decoded if len(unread[row]) > 1}
         behind = self._decoding.cut_drafts(chunks, decoded, more) if more and not chunks else {}
         logits = self._decoding.step(chunks, decoded, drafts=behind)

@@ -74,14 +74,11 @@ class RaggedDecoder(CacheDecoder):
     def _compile(self, size: int, every: bool = False, net: nn.Cell | None = None) -> None:
         self.compile(as_tensors(self._inputs({}, size, every)), net)
 
-    def next_chunks(self, waiting: Mapping[int, Sequence[int]], is_alone: bool) -> dict[int, Sequence[int]]:
-        chunks: dict[int, Sequence[int]] = {}
-        room = MAX_KERNEL_ROWS if is_alone else self.chunk
-        for row, ids in waiting.items():
-            if room:
-                chunks[row] = ids[:room]
-                room -= len(chunks[row])
-        return chunks
+    def next_chunks(self, waiting: Mapping[int, Sequence[int]], num_decoded: int) -> dict[int, Sequence[int]]:
+        """Prompts beyond a chunk only where more of them end in the step than rows wait for it."""
+        chunks = _first_tokens(waiting, MAX_KERNEL_ROWS - num_decoded)
+        num_ended = sum(len(ids) == len(waiting[row]) for row, ids in chunks.items())
+        return chunks if num_ended > num_decoded or not num_decoded else _first_tokens(waiting, self.chunk)
 
     def cut_drafts(
         self, chunks: Mapping[int, Sequence[int]], rows: Collection[int], drafts: Mapping[int, Sequence[int]]
@@ -145,6 +142,15 @@ class RaggedDecoder(CacheDecoder):
 
     def use_adapter(self, row: int, adapter: int) -> None:
         assert adapter == 0, adapter
+
+
+def _first_tokens(waiting: Mapping[int, Sequence[int]], room: int) -> dict[int, Sequence[int]]:
+    chunks: dict[int, Sequence[int]] = {}
+    for row, ids in waiting.items():
+        if room:
+            chunks[row] = ids[:room]
+            room -= len(chunks[row])
+    return chunks
 
 
 def takes(net: nn.Cell, num_rows: int) -> bool:

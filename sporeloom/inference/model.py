@@ -22,7 +22,7 @@ from sporeloom.core.errors import ConfigError
 from sporeloom.inference.cache import CacheName, cache_problems
 from sporeloom.inference.kernels import kernel_library, rows_are_alone, use_kernels, use_products
 from sporeloom.inference.memory import side_by_side
-from sporeloom.inference.quantize import quantize, quantized_weights
+from sporeloom.inference.quantize import narrow_matrices, quantize, quantized_weights
 from sporeloom.models.adapters import LoRAConfig
 from sporeloom.models.cells import ExpertCell
 from sporeloom.models.config import ModelConfig
@@ -58,6 +58,7 @@ def build_model(
     gives_states: bool = False,
     takes_kernels: bool = True,
     drafts: bool = False,
+    narrows: bool = False,
 ) -> nn.Cell:
     """The family's model, parallelized, its weights not materialised; not training.
 
@@ -66,12 +67,14 @@ def build_model(
     that tokens choose from (see `ranks_of_several`). `num_drafts`: maximum number of drafted tokens of a row, for which
     other places in the batch compute. `kv_cache`: number type of the caches. `gives_states`: `HiddenStates` can be wrapped
     around it. `takes_kernels`: on CPUs compiled kernels replace operators. `drafts`: layers of multi-token prediction
-    have caches.
+    have caches. `narrows`: matrices are held in the number type that they are multiplied in.
     """
     with no_init_parameters():
         net: nn.Cell = family_module(family, "model").Model(config)
         if weights.bits < 32:
             quantize(net, weights)
+        if narrows:
+            narrow_matrices(net)
         if lora:
             attach_adapters(net, lora)
         if ranks:
@@ -147,12 +150,12 @@ def load_model(
         raise ConfigError(f"{folder}: {problem}" for problem in problems)
     ranks = ranks_of_several(adapters)
     of = family, config, strategy, caches, held, None, None, ranks, num_drafts, kv_cache, gives_states
-    net = build_model(*of, drafts=drafts)
+    on_cpu = ms.get_context("device_target") == "CPU"  # where processes compute all types in float32
+    net = build_model(*of, drafts=drafts, narrows=not on_cpu)
     exact = _fitting(stored.read, config, folder)
     read_int4 = stored.read_int4 if held is stored.packed else None
     read = quantized_weights(net, exact, held, read_int4, stored.read_int8) if held.bits < 32 else exact
     beside = put_side_by_side(adapters)
-    on_cpu = ms.get_context("device_target") == "CPU"
     parameters = list(net.get_parameters())
     places = side_by_side(parameters) if on_cpu and strategy.mesh.size == 1 else []
     for number, parameter in enumerate(parameters):

@@ -78,7 +78,8 @@ class Scheduler:
     """Assigns rows to requests in the order of arrival, and runs all rows together.
 
     A step takes a chunk of the oldest prompt that is not prefilled yet, then one token further all rows that are. So a
-    long prompt holds the others up by a chunk a token, and waits for no more than a token a chunk. A prompt that begins like
+    long prompt holds the others up by a chunk a token, and waits for no more than a token a chunk; short ones that end are
+    taken at once where they are more than those that they hold up (`Decoding.next_chunks`). A prompt that begins like
     one that a free row still holds, or the prefix cache, continues from there.
 
     Args:
@@ -141,7 +142,7 @@ class Scheduler:
         """Run a step: a chunk of a prompt, and a further token of each row. Returns its events."""
         self._admit()
         decoded = {row: state.generated[-1] for row, state in self._rows.items() if state.generated}
-        chunks, every = self._next_chunks(is_alone=not decoded)
+        chunks, every = self._next_chunks(len(decoded))
         if not chunks and not decoded:
             return []
         if any(self._rows[row].request.pooling for row in chunks):
@@ -234,7 +235,7 @@ class Scheduler:
         self.decoding.trim(row, len(held))
         self._free.append(row)
 
-    def _next_chunks(self, is_alone: bool) -> tuple[Mapping[int, Sequence[int]], bool]:
+    def _next_chunks(self, num_decoded: int) -> tuple[Mapping[int, Sequence[int]], bool]:
         """Parts of prompts for a step, and whether their tokens are scored: all or none."""
         waiting = {row: state for row, state in self._rows.items() if state.to_read}
         if not waiting:
@@ -245,7 +246,7 @@ class Scheduler:
             for row, state in waiting.items()
             if (state.request.score_prompt, state.request.pooling) == (every, pooling)
         }
-        return self.decoding.next_chunks(alike, is_alone), every
+        return self.decoding.next_chunks(alike, num_decoded), every
 
     def _book(self, chunks: Mapping[int, Sequence[int]], every: bool, logits: dict[int, Logits] | None) -> list[int]:
         """Record parts of prompts. Returns the rows whose prompts are complete; only the logits of their last

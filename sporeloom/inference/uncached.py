@@ -29,8 +29,8 @@ class UncachedDecoder(Rows):
         for length in sorted({bucket(n, self.config.seq_len) for n in grown}):
             self.compile(as_tensors(self.inputs(self.tokens, [0] * self.num_rows, length, False)))
 
-    def next_chunks(self, waiting: Mapping[int, Sequence[int]], is_alone: bool) -> dict[int, Sequence[int]]:
-        del is_alone
+    def next_chunks(self, waiting: Mapping[int, Sequence[int]], num_decoded: int) -> dict[int, Sequence[int]]:
+        del num_decoded
         return dict(waiting)
 
     def cut_drafts(

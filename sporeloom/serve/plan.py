@@ -187,7 +187,7 @@ class _Server:
         shape = (load.num_rows, num_slots_for(load.input_len + load.output_len))
         weights = WEIGHT_FORMATS[load.weights]
         self.net = build_model(
-            family, model, strategy, shape, weights, kv_cache=load.kv_cache, takes_kernels=False
+            family, model, strategy, shape, weights, kv_cache=load.kv_cache, takes_kernels=False, narrows=True
         )  # also of one device the graph is that of devices
 
     @property

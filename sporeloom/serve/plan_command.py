@@ -4,7 +4,8 @@
     sporeloom plan serve --model pangu --size 13b --cluster ascend910b
     sporeloom plan serve --model CHECKPOINT --cluster h100 --max-num-seqs 32 --input-len 2048 --output-len 512 --weights int8
 
-Nothing is measured, and no published run of a server is in the fit of the cost model: the estimates have no interval.
+Nothing is measured. Where published figures of servers can be compared with what is planned, the estimates have intervals,
+and a line says what these rest on; elsewhere it says why there are none.
 """
 
 import dataclasses
@@ -25,8 +26,10 @@ from sporeloom.models.config import ModelConfig
 from sporeloom.models.config_file import model_folder, named_model, with_model_folder
 from sporeloom.models.weight_formats import WEIGHTS_HELP, WeightName
 from sporeloom.planner.cluster import read_cluster
+from sporeloom.planner.errors import NoInterval
 from sporeloom.serve.config import CHUNK
 from sporeloom.serve.plan import ServingLoad, ServingPlan, plan_serving
+from sporeloom.serve.plan_errors import FIGURES, ServingIntervals, serving_intervals
 
 GB = 2**30
 
@@ -72,12 +75,13 @@ def main(argv: Sequence[str]) -> int:
         kv_cache=config.kv_cache,
     )
     plan = plan_serving(config.model, model, cluster, load, config.tp)
+    intervals = serving_intervals(model, cluster, load)
     if config.json:
-        print(json_text(as_dict(plan), indent=1))
+        print(json_text(as_dict(plan, intervals), indent=1))
     else:
         usable = f"{cluster.usable_bytes / GB:.0f} GB of {cluster.chip}"
         checkpoint = str(model_folder(given.model) or "CHECKPOINT")
-        lines = [report(plan, f"{config.model} {config.size}", usable), "", *start(plan, model, checkpoint)]
+        lines = [report(plan, f"{config.model} {config.size}", usable, intervals), "", *start(plan, model, checkpoint)]
         print_report("\n".join(lines))
     return 0
 
@@ -99,14 +103,26 @@ def start(plan: ServingPlan, model: ModelConfig, checkpoint: str) -> list[str]:
     ]
 
 
-def as_dict(plan: ServingPlan) -> dict[str, Any]:
+def as_dict(plan: ServingPlan, intervals: ServingIntervals | NoInterval) -> dict[str, Any]:
     """The plan as data: times in seconds, sizes in bytes of each device."""
-    figures = ("request_s", "tokens_per_s")
-    return dataclasses.asdict(plan) | {name: getattr(plan, name) for name in figures}
+    found: dict[str, Any] = {name: getattr(plan, name) for name in ("request_s", "tokens_per_s")}
+    bounds = None
+    if isinstance(intervals, ServingIntervals):
+        bounds = {name: intervals.of(name, getattr(plan, name)) for name in FIGURES}
+    return dataclasses.asdict(plan) | found | {"intervals": bounds, "intervals_meaning": intervals.explain()}
 
 
-def report(plan: ServingPlan, model: str, usable: str) -> str:
+def report(plan: ServingPlan, model: str, usable: str, intervals: ServingIntervals | NoInterval) -> str:
     """The plan for a person."""
+
+    def shown_with_bounds(name: str, factor: float, digits: int, unit: str) -> str:
+        value = getattr(plan, name)
+        found = f"{factor * value:,.{digits}f}{unit}"
+        if isinstance(intervals, NoInterval):
+            return found
+        low, high = (f"{factor * bound:,.{digits}f}" for bound in intervals.of(name, value))
+        return f"{found} ({low} to {high})"
+
     load, rest = plan.load, plan.peak_bytes - plan.weight_bytes - plan.cache_bytes
     parts = sorted(plan.decode_parts.items(), key=lambda part: -part[1])
     chunks = " and ".join(f"{calls} x {length} tokens" for length, calls in load.chunks.items())
@@ -118,11 +134,13 @@ def report(plan: ServingPlan, model: str, usable: str) -> str:
             "",
             f"memory of a device     {plan.peak_bytes / GB:.1f} of {usable}: weights {plan.weight_bytes / GB:.1f}, "
             f"KV cache {plan.cache_bytes / GB:.1f}, working memory {rest / GB:.1f} GB",
-            f"time to first token    {plan.first_token_s * 1e3:,.0f} ms on an idle server, its prompt in {chunks}",
-            f"time per output token  {plan.decode_s * 1e3:.1f} ms in a step of {load.num_rows} sequences: {shown}",
-            f"throughput             {plan.tokens_per_s:,.0f} output tokens/s, {1 / plan.request_s:.2f} requests/s, with "
-            "prompts prefilled in between",
+            f"time to first token    {shown_with_bounds('first_token_s', 1e3, 0, ' ms')} on an idle server, its prompt in "
+            f"{chunks}",
+            f"time per output token  {shown_with_bounds('decode_s', 1e3, 1, ' ms')} in a step of {load.num_rows} sequences: "
+            f"{shown}",
+            f"throughput             {shown_with_bounds('tokens_per_s', 1, 0, '')} output tokens/s, "
+            f"{1 / plan.request_s:.2f} requests/s, with prompts prefilled in between",
             "",
-            "Estimated from the server's own graphs. No published run of a server is in the fit: there is no interval.",
+            f"Estimated from the server's own graphs. {intervals.explain()[0].upper()}{intervals.explain()[1:]}.",
         ]
     )

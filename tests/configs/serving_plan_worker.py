@@ -6,6 +6,7 @@ from pathlib import Path
 
 from sporeloom.models.family import size_config
 from sporeloom.planner.cluster import read_cluster
+from sporeloom.planner.errors import NoInterval
 from sporeloom.serve import plan as planning
 from sporeloom.serve.plan import ServingLoad, plan_serving
 from sporeloom.serve.plan_command import as_dict
@@ -14,7 +15,9 @@ from sporeloom.serve.plan_command import as_dict
 def plan(size, tp, load, **changes):
     """A plan for ascend910b as data."""
     model = dataclasses.replace(size_config("pangu", size), compute_dtype="bfloat16", dropout_rate=0.0, **changes)
-    return as_dict(plan_serving("pangu", model, read_cluster(Path("ascend910b")), ServingLoad(**load), tp))
+    return as_dict(
+        plan_serving("pangu", model, read_cluster(Path("ascend910b")), ServingLoad(**load), tp), NoInterval("a test")
+    )
 
 
 def by_depth_and_of_all(size, tp, load, num_layers):

@@ -84,7 +84,7 @@ def recomputed(engine, folder, num_rows=1, weights="float32"):
 def extend(decoding, ids):
     """Logits after the last of some further tokens of row 0."""
     while ids:
-        chunk = decoding.next_chunks({0: ids}, True)[0]
+        chunk = decoding.next_chunks({0: ids}, 0)[0]
         logits, ids = decoding.step({0: chunk}, {})[0], ids[len(chunk) :]
     return logits
 
@@ -215,8 +215,11 @@ def test_in_mixed_batches_a_row_gets_the_same_to_the_bit_whoever_is_beside_it(en
     decoding = RaggedDecoder(engine, net, config, *shape, 6)
     assert decoding.sizes == [1, 4, 5, 10, MAX_KERNEL_ROWS]
     waiting = {0: [1] * 4, 3: [2] * MAX_KERNEL_ROWS}
-    assert decoding.next_chunks(waiting, False) == {0: [1] * 4, 3: [2] * 2}  # beside tokens of others
-    assert decoding.next_chunks(waiting, True) == {0: [1] * 4, 3: [2] * (MAX_KERNEL_ROWS - 4)}
+    assert decoding.next_chunks(waiting, 1) == {0: [1] * 4, 3: [2] * 2}  # beside tokens of others
+    assert decoding.next_chunks(waiting, 0) == {0: [1] * 4, 3: [2] * (MAX_KERNEL_ROWS - 4)}
+    short = {0: [1] * 4, 2: [3] * 8, 3: [2] * MAX_KERNEL_ROWS}  # two end in the step
+    assert decoding.next_chunks(short, 2) == {0: [1] * 4, 2: [3] * 2}
+    assert decoding.next_chunks(short, 1) == {0: [1] * 4, 2: [3] * 8, 3: [2] * (MAX_KERNEL_ROWS - 13)}
     texts = {0: [3, 1, 4, 1, 5, 9, 2, 6], 3: [9, 2, 6], 4: [5, 3]}
     beside = {row: [] for row in texts}
 

@@ -22,6 +22,8 @@ PICKING = frozenset(
     ("Gather", "GatherD", "EmbeddingLookup", "StridedSlice", "Slice", "SliceExt", "SliceOfRank", "Split", "GatherNd")
 )
 """Operators that read of their input what they return."""
+WRITING = frozenset(("ScatterNdUpdate",))
+"""Operators that write some entries of a parameter, in place on devices; on CPUs MindSpore's copy the parameter."""
 ALONE = frozenset(
     ("Gather", "GatherD", "EmbeddingLookup", "UnsortedSegmentSum", "Sort", "TopK", "GatherNd", "ScatterNd")
 )
@@ -216,6 +218,10 @@ class _Costs:
         read, written = dict[Name, int](), 0
         for node in kernel.nodes:
             results = sum(map(num_bytes, node.types))
+            if node.kind in WRITING and not self.of.device.cluster.is_cpu:
+                _, *entries = (num_bytes(self.types[name]) for name in node.flat_inputs() if name in self.types)
+                written += 2 * sum(entries)
+                continue
             for given in node.flat_inputs():
                 name = self.source.get(given, given)
                 if name in made or given not in self.types:

@@ -59,7 +59,7 @@ typedef struct {
 static Matrix next_matrix(Inputs *in, int outer, int has_bias) {
   const int kind = in->plan[WEIGHTS];
   const int64_t *of = in->shapes[in->at] + outer;
-  Matrix w = {.w = in->p[in->at++], .n = of[0], .k = kind >= IN_INT4 ? of[1] * 2 * LANES : of[1]};
+  Matrix w = {.w = in->p[in->at++], .n = of[0], .k = kind >= IN_INT4 ? of[1] * 2 * MOST_LANES : of[1]};
   w.groups = kind >= IN_INT4 ? in->shapes[in->at][1 + outer] : 1;
   if (kind) w.scale = in->p[in->at++];
   if (kind == IN_INT4_ZEROS) w.zero = in->p[in->at++];

@@ -1,14 +1,31 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Products of a few rows with matrices of float32, int8 or int4, in vectors of LANES numbers. */
+ * Products of a few rows with matrices of float32, int8 or int4, in vectors of LANES numbers: as many as a register holds, for
+ * compilers keep longer ones in memory. */
+#define ROWS 4 /* columns of y worked on together */
+#define MOST_LANES 16 /* rows of a matrix are whole in vectors of any processor */
+/* Rows of x worked on together, GROUP at most, with how many of these columns: the sums and what is multiplied stay in
+ * registers, of which there are 32 or 16. */
+#if defined(__AVX512F__)
 #define LANES 16
-#define ROWS 4 /* of x, and columns of y, worked on together: 16 sums stay in registers */
-#define SLICE 512 /* columns of x worked on at once */
+#define GROUP 4
 #define PANEL 64 /* rows of x worked on at once */
+#elif defined(__AVX__)
+#define LANES 8
+#define GROUP 3
+#define PANEL 66
+#else
+#define LANES 4
+#define GROUP 3
+#define PANEL 66
+#endif
+#define SLICE 512 /* columns of x worked on at once */
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4)));
 
+#define INLINE static inline __attribute__((always_inline))
+static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline vec load(const float *from) { return *(const vec *)from; }
 #if defined(__AVX512F__)
 static inline vec load8(const int8_t *from) {
@@ -16,12 +33,7 @@ static inline vec load8(const int8_t *from) {
 }
 #elif defined(__AVX2__)
 static inline vec load8(const int8_t *from) {
-  vec v;
-  for (int i = 0; i < LANES; i += 8) {
-    __m256 part = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(from + i))));
-    memcpy((float *)&v + i, &part, sizeof part);
-  }
-  return v;
+  return (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from)));
 }
 #else
 static inline vec load8(const int8_t *from) {
@@ -32,24 +44,32 @@ static inline vec load8(const int8_t *from) {
 #endif
 
 /* GCC would load it again for each use. */
-#if defined(__AVX512F__)
+#if defined(__AVX__)
 #define IN_REGISTER(v) __asm__("" : "+v"(v))
 #else
 #define IN_REGISTER(v)
 #endif
 
 typedef float half __attribute__((vector_size(2 * LANES)));
-typedef float quarter __attribute__((vector_size(LANES)));
+typedef float quarter __attribute__((vector_size(16)));
 
 static inline float sum(vec v) { /* in halves: one entry after the other takes as long as a product of 128 columns */
+#if LANES > 4
   half a, b;
   memcpy(&a, &v, sizeof a);
   memcpy(&b, (const char *)&v + sizeof a, sizeof b);
   a += b;
+#else
+  const vec a = v;
+#endif
+#if LANES > 8
   quarter c, d;
   memcpy(&c, &a, sizeof c);
   memcpy(&d, (const char *)&a + sizeof c, sizeof d);
   c += d;
+#else
+  const quarter c = a;
+#endif
   return (c[0] + c[2]) + (c[1] + c[3]);
 }
 
@@ -62,19 +82,19 @@ typedef struct {
 /* sums[i][r] += x[i, c] * w[r, c] for `slice` columns of M rows of x, side by side in LANES columns each, and ROWS of w. */
 #define STEP(LOAD, M, C)                                                                                               \
   {                                                                                                                    \
-    vec in[ROWS];                                                                                                      \
-    for (int r = 0; r < ROWS; ++r) {                                                                                   \
-      in[r] = LOAD(w + r * k + (C));                                                                                   \
-      IN_REGISTER(in[r]);                                                                                              \
-    }                                                                                                                  \
+    vec in[M];                                                                                                         \
     for (int i = 0; i < M; ++i) {                                                                                      \
-      vec xi = load(x + (C) * M + i * LANES);                                                                          \
-      IN_REGISTER(xi);                                                                                                 \
-      for (int r = 0; r < ROWS; ++r) acc[i][r] += xi * in[r];                                                          \
+      in[i] = load(x + (C) * M + i * LANES);                                                                           \
+      IN_REGISTER(in[i]);                                                                                              \
+    }                                                                                                                  \
+    for (int r = 0; r < ROWS; ++r) {                                                                                   \
+      vec wr = LOAD(w + r * k + (C));                                                                                  \
+      IN_REGISTER(wr);                                                                                                 \
+      for (int i = 0; i < M; ++i) acc[i][r] += in[i] * wr;                                                             \
     }                                                                                                                  \
   }
 #define BLOCK(NAME, TYPE, LOAD, M)                                                                                     \
-  static void NAME##_##M(const float *x, const TYPE *w, vec (*sums)[ROWS], int64_t k, int64_t slice,                  \
+  static void NAME##_##M(const float *x, const TYPE *w, vec (*sums)[ROWS], int64_t k, int64_t slice,                   \
                          Ahead ahead) {                                                                                \
     vec acc[M][ROWS];                                                                                                  \
     memcpy(acc, sums, sizeof acc);                                                                                     \
@@ -105,10 +125,10 @@ typedef struct {
  * cache: there the last ones ask for the rows after w and, of floats, those before them for what is behind that. A single row
  * of x reads floats as the processor predicts. Measured. */
 static inline Ahead to_ask(int64_t i, int64_t m, const char *w, const char *next, int64_t row, int is_float) {
-  const int64_t blocks = (m + ROWS - 1) / ROWS, first = i / ROWS * ROWS / blocks, last = (i / ROWS + 1) * ROWS / blocks;
+  const int64_t blocks = (m + GROUP - 1) / GROUP, first = i / GROUP * ROWS / blocks, last = (i / GROUP + 1) * ROWS / blocks;
   if (is_float && m == 1) return (Ahead){w, 0, 0};
   if (is_float && (blocks <= 2 || blocks > 4)) return (Ahead){next + first * row, last - first, 0};
-  if (i + ROWS >= m) return (Ahead){w + ROWS * row, ROWS, 0};
+  if (i + GROUP >= m) return (Ahead){w + ROWS * row, ROWS, 0};
   return (Ahead){w + 2 * ROWS * row, 0, is_float};
 }
 
@@ -119,10 +139,20 @@ static inline Ahead to_ask(int64_t i, int64_t m, const char *w, const char *next
   BLOCK(NAME, TYPE, LOAD, 2)                                                                                           \
   BLOCK(NAME, TYPE, LOAD, 3)                                                                                           \
   BLOCK(NAME, TYPE, LOAD, 4)                                                                                           \
+  /* the same for so many rows, GROUP at most */                                                                       \
+  static inline void NAME##_rows(int64_t rows, const float *x, const TYPE *w, vec (*sums)[ROWS], int64_t k,            \
+                                 int64_t slice, Ahead ahead) {                                                         \
+    switch (least(rows, GROUP)) {                                                                                      \
+      case 1: NAME##_1(x, w, sums, k, slice, ahead); break;                                                            \
+      case 2: NAME##_2(x, w, sums, k, slice, ahead); break;                                                            \
+      case 3: NAME##_3(x, w, sums, k, slice, ahead); break;                                                            \
+      default: NAME##_4(x, w, sums, k, slice, ahead);                                                                  \
+    }                                                                                                                  \
+  }                                                                                                                    \
   /* columns ROWS * from to ROWS * to of y */                                                                          \
   static void NAME##_columns(const void *with, int64_t from, int64_t to) {                                             \
     const Product p = *(const Product *)with;                                                                          \
-    const int64_t k = p.k, n = p.n, most = p.m > ROWS ? SLICE : k, row = k * sizeof(TYPE);                             \
+    const int64_t k = p.k, n = p.n, most = p.m > GROUP ? SLICE : k, row = k * sizeof(TYPE);                            \
     vec sums[PANEL][ROWS];                                                                                             \
     for (int64_t j = ROWS * from; j < ROWS * to; j += ROWS) {                                                          \
       memset(sums, 0, p.m * sizeof *sums);                                                                             \
@@ -131,14 +161,9 @@ static inline Ahead to_ask(int64_t i, int64_t m, const char *w, const char *next
         const int64_t slice = k - c < most ? k - c : most;                                                             \
         const void *next = c + slice < k ? w + slice : (const TYPE *)p.w + (j + ROWS) * k;                             \
         const float *x = p.x + c * p.m;                                                                                \
-        for (int64_t i = 0; i < p.m; i += ROWS, x += ROWS * slice) {                                                   \
+        for (int64_t i = 0; i < p.m; i += GROUP, x += GROUP * slice) {                                                 \
           const Ahead ahead = to_ask(i, p.m, (const void *)w, next, row, sizeof(TYPE) == sizeof(float));               \
-          switch (p.m - i) {                                                                                           \
-            case 1: NAME##_1(x, w, sums + i, k, slice, ahead); break;                                                  \
-            case 2: NAME##_2(x, w, sums + i, k, slice, ahead); break;                                                  \
-            case 3: NAME##_3(x, w, sums + i, k, slice, ahead); break;                                                  \
-            default: NAME##_4(x, w, sums + i, k, slice, ahead);                                                        \
-          }                                                                                                            \
+          NAME##_rows(p.m - i, x, w, sums + i, k, slice, ahead);                                                       \
         }                                                                                                              \
       }                                                                                                                \
       for (int64_t i = 0; i < p.m; ++i)                                                                                \
@@ -152,15 +177,15 @@ static inline Ahead to_ask(int64_t i, int64_t m, const char *w, const char *next
     return in_panels(NAME##_columns, (Product){x, w, scale, bias, y, m, k, n, NULL, 0});                               \
   }
 
-/* Rows of x (M, K) in slices of columns, a slice in groups of ROWS, of which LANES columns each lie together: rows at a
+/* Rows of x (M, K) in slices of columns, a slice in groups of GROUP, of which LANES columns each lie together: rows at a
  * distance of a power of 2 would push each other out of the cache. */
 static void side_by_side(float *packed, const float *x, int64_t m, int64_t k) {
-  const int64_t most = m > ROWS ? SLICE : k;
+  const int64_t most = m > GROUP ? SLICE : k;
   for (int64_t from = 0; from < k; from += most) {
     const int64_t to = k - from < most ? k : from + most;
-    for (int64_t i = 0; i < m; i += ROWS)
+    for (int64_t i = 0; i < m; i += GROUP)
       for (int64_t c = from; c < to; c += LANES)
-        for (int64_t r = i; r < m && r < i + ROWS; ++r, packed += LANES)
+        for (int64_t r = i; r < m && r < i + GROUP; ++r, packed += LANES)
           memcpy(packed, x + r * k + c, LANES * sizeof(float));
   }
 }
@@ -184,8 +209,8 @@ static int in_panels(Work columns, Product p) {
 PRODUCT(product, float, load)
 PRODUCT(product8, int8_t, load8)
 
-/* int4: 2 * LANES columns of a row in LANES bytes, the first half of them in the low bits. An entry is (q - zero) * scale of its
- * group, rounded once, as the operators have it: where the processor can choose from 16 floats, a group's are computed once. */
+/* int4: 2 * MOST_LANES columns of a row in MOST_LANES bytes, the first half of them in the low bits. An entry is (q - zero) *
+ * scale of its group, rounded once, as the operators have it: where the processor can choose from 16 floats, a group's are computed once. */
 #define ZERO 8 /* where groups have no zero point of their own */
 #if defined(__AVX512F__)
 typedef vec Levels;
@@ -202,19 +227,14 @@ typedef struct {
 } Levels;
 static inline Levels levels(float scale, float zero) { return (Levels){scale, zero}; }
 static inline vec load4(const uint8_t *from, Levels of, int half) {
-  vec v;
 #if defined(__AVX2__)
-  __m128i q = _mm_loadu_si128((const __m128i *)from);
-  q = _mm_and_si128(half ? _mm_srli_epi16(q, 4) : q, _mm_set1_epi8(15));
-  for (int i = 0; i < LANES; i += 8, q = _mm_unpackhi_epi64(q, q)) {
-    const __m256 part = _mm256_sub_ps(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(q)), _mm256_set1_ps(of.zero));
-    const __m256 scaled = _mm256_mul_ps(part, _mm256_set1_ps(of.scale));
-    memcpy((float *)&v + i, &scaled, sizeof scaled);
-  }
+  const __m128i both = _mm_loadl_epi64((const __m128i *)from), q = half ? _mm_srli_epi16(both, 4) : both;
+  const vec v = (vec)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_and_si128(q, _mm_set1_epi8(15))));
 #else
-  for (int i = 0; i < LANES; ++i) v[i] = ((half ? from[i] >> 4 : from[i] & 15) - of.zero) * of.scale;
+  vec v;
+  for (int i = 0; i < LANES; ++i) v[i] = half ? from[i] >> 4 : from[i] & 15;
 #endif
-  return v;
+  return (v - of.zero) * of.scale;
 }
 #endif
 
@@ -234,17 +254,17 @@ static inline vec load4(const uint8_t *from, Levels of, int half) {
         of[r] = levels(p->scale[at], p->zero ? p->zero[at] : ZERO);                                                    \
         __builtin_prefetch(w + (ROWS + r) * row + c / 2);                                                              \
       }                                                                                                                \
-      for (; c < end; c += 2 * LANES)                                                                                  \
-        for (int half = 0; half < 2; ++half) {                                                                         \
-          vec in[ROWS];                                                                                                \
-          for (int r = 0; r < ROWS; ++r) {                                                                             \
-            in[r] = load4(w + r * row + c / 2, of[r], half);                                                           \
-            IN_REGISTER(in[r]);                                                                                        \
-          }                                                                                                            \
+      for (; c < end; c += 2 * MOST_LANES)                                                                             \
+        for (int part = 0; part < 2 * MOST_LANES; part += LANES) {                                                     \
+          vec in[M];                                                                                                   \
           for (int i = 0; i < M; ++i) {                                                                                \
-            vec xi = load(x + (c + half * LANES) * M + i * LANES);                                                     \
-            IN_REGISTER(xi);                                                                                           \
-            for (int r = 0; r < ROWS; ++r) acc[i][r] += xi * in[r];                                                    \
+            in[i] = load(x + (c + part) * M + i * LANES);                                                              \
+            IN_REGISTER(in[i]);                                                                                        \
+          }                                                                                                            \
+          for (int r = 0; r < ROWS; ++r) {                                                                             \
+            vec wr = load4(w + r * row + c / 2 + part % MOST_LANES, of[r], part / MOST_LANES);                         \
+            IN_REGISTER(wr);                                                                                           \
+            for (int i = 0; i < M; ++i) acc[i][r] += in[i] * wr;                                                       \
           }                                                                                                            \
         }                                                                                                              \
     }                                                                                                                  \
@@ -253,24 +273,43 @@ static inline vec load4(const uint8_t *from, Levels of, int half) {
 BLOCK4(1)
 BLOCK4(2)
 BLOCK4(3)
+#if GROUP == 4
 BLOCK4(4)
+#endif
 
+/* `slice` columns from `from` on of rows j .. of w as floats, SLICE from each other */
+static void widen4(float *wide, const Product *p, int64_t j, int64_t from, int64_t slice) {
+  for (int64_t r = j; r < j + ROWS; ++r, wide += SLICE)
+    for (int64_t c = from; c < from + slice; c += 2 * MOST_LANES) {
+      const int64_t at = (r * p->k + c) / p->group;
+      const uint8_t *w = (const uint8_t *)p->w + (r * p->k + c) / 2;
+      const Levels of = levels(p->scale[at], p->zero ? p->zero[at] : ZERO);
+      for (int part = 0; part < 2 * MOST_LANES; part += LANES)
+        *(vec *)(wide + c - from + part) = load4(w + part % MOST_LANES, of, part / MOST_LANES);
+    }
+}
+
+/* For few rows of x numbers are widened where they are used, for more of them before. */
 static void product4_columns(const void *with, int64_t from, int64_t to) {
   const Product p = *(const Product *)with;
-  const int64_t k = p.k, most = p.m > ROWS ? SLICE : k;
+  const int64_t k = p.k, most = p.m > GROUP ? SLICE : k;
   vec sums[PANEL][ROWS];
+  float wide[ROWS * SLICE];
   for (int64_t j = ROWS * from; j < ROWS * to; j += ROWS) {
     memset(sums, 0, p.m * sizeof *sums);
     for (int64_t c = 0; c < k; c += most) {
-      const int64_t slice = k - c < most ? k - c : most;
+      const int64_t slice = least(k - c, most);
       const float *x = p.x + c * p.m;
-      for (int64_t i = 0; i < p.m; i += ROWS, x += ROWS * slice) {
-        switch (p.m - i) {
-          case 1: product4_1(x, &p, j, c, slice, sums + i); break;
-          case 2: product4_2(x, &p, j, c, slice, sums + i); break;
-          case 3: product4_3(x, &p, j, c, slice, sums + i); break;
-          default: product4_4(x, &p, j, c, slice, sums + i);
-        }
+      if (p.m > GROUP) widen4(wide, &p, j, c, slice);
+      for (int64_t i = 0; p.m > GROUP && i < p.m; i += GROUP, x += GROUP * slice)
+        product_rows(p.m - i, x, wide, sums + i, SLICE, slice, (Ahead){NULL, 0, 0});
+      switch (p.m) {
+        case 1: product4_1(x, &p, j, c, slice, sums); break;
+        case 2: product4_2(x, &p, j, c, slice, sums); break;
+        case 3: product4_3(x, &p, j, c, slice, sums); break;
+#if GROUP == 4
+        case 4: product4_4(x, &p, j, c, slice, sums);
+#endif
       }
     }
     for (int64_t i = 0; i < p.m; ++i)

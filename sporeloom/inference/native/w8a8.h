@@ -28,7 +28,6 @@ typedef struct {
 } IntProduct;
 
 /* sums[i][r] = sum over c of x[i, c] * w[r, c], for M rows of x and ROWS of w. M is a constant of the caller. */
-#define INLINE static inline __attribute__((always_inline))
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 #define OFFSET 128
 INLINE void int_sums(const int8_t *x, int64_t stride, const int8_t *w, int64_t k, int m, int32_t (*sums)[ROWS]) {
@@ -61,7 +60,7 @@ INLINE void int_sums(const int8_t *x, int64_t stride, const int8_t *w, int64_t k
   __m256i acc[ROWS][ROWS];
   for (int i = 0; i < m; ++i)
     for (int r = 0; r < ROWS; ++r) acc[i][r] = _mm256_setzero_si256();
-  for (int64_t c = 0; c < k; c += LANES)
+  for (int64_t c = 0; c < k; c += MOST_LANES)
     for (int r = 0; r < ROWS; ++r) {
       const __m256i in = widened(w + r * k + c);
       for (int i = 0; i < m; ++i)

@@ -66,7 +66,7 @@ class Decoding:
     def prepare(self, lengths, most):
         pass
 
-    def next_chunks(self, waiting, is_alone):
+    def next_chunks(self, waiting, num_decoded):
         return {row: ids[:5] for row, ids in waiting.items()}
 
     def step(self, chunks, tokens, every=False, drafts=None):

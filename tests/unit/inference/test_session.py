@@ -48,7 +48,7 @@ class Script:
     def prepare(self, prompt_lengths, max_new_tokens):
         self.prepared = (list(prompt_lengths), max_new_tokens)
 
-    def next_chunks(self, waiting, is_alone):
+    def next_chunks(self, waiting, num_decoded):
         return dict(waiting)
 
     def step(self, chunks, tokens, every=False, drafts=MappingProxyType({})):

@@ -31,7 +31,7 @@ class Decoding:
         self.slot_table = SlotTable(2, 1, 64, SINGLE_DEVICE.mesh)
         self.rows = {0: [], 1: []}
 
-    def next_chunks(self, waiting, is_alone):
+    def next_chunks(self, waiting, num_decoded):
         return dict(waiting)
 
     def step(self, chunks, tokens, every=False, drafts=MappingProxyType({})):

@@ -53,6 +53,7 @@ static void blocks_of_rows(const void *with, int64_t from, int64_t to) {
     for (int64_t i = 0; i < p.m; i += GROUP, x += GROUP * p.k, y += GROUP * p.n) switch (least(p.m - i, GROUP)) {
         case 1: tile_of_rows(1, x, w, y, p, count); break;
         case 2: tile_of_rows(2, x, w, y, p, count); break;
+        case 3: tile_of_rows(3, x, w, y, p, count); break;
         default: tile_of_rows(GROUP, x, w, y, p, count);
       }
   }

@@ -22,7 +22,7 @@ WAITING = 6
 """Operators that wait side by side."""
 TENSORS = {False: (1 << 14, 1 << 17, 1 << 20), True: (1 << 14, 1 << 20)}
 """Whether it is quick -> sizes of tensors in elements."""
-TIMES = {False: 16, True: 4}
+TIMES = {False: 8, True: 4}
 """Operators in a graph, as many of every size: what launches and calls take does not change the slope."""
 PRODUCTS = {
     False: ((128, 128, 512), (256, 128, 2048), (256, 256, 1024), (512, 512, 512), (512, 512, 2048), (1024, 1024, 1024)),

@@ -5,7 +5,8 @@
 
 Every figure of serving_runs.csv is planned as `sporeloom plan serve` does: steps of an idle server for the first token, of
 all rows for the time of a token and tokens/s. Nothing is fitted: the rates are those of published training runs. The engines
-read only the keys that are there, our graphs the whole cache: so a step is planned for the mean number of tokens of an answer.
+read only the keys that are there, our graphs the whole cache: so a step is planned for the mean number of tokens of an
+answer.
 """
 
 import csv
@@ -107,7 +108,7 @@ def main():
     note = (
         f"Published figures of two engines on {CLUSTER}, in half precision; sources: benchmarks/serving_runs.csv. Nothing is "
         "fitted on them. None is of MindSpore, whose kernels on GPUs are slower (`gpu.md`). "
-        f"{unfit} runs do not fit by the plan and are left out."
+        f"Runs that do not fit by the plan, and are left out: {unfit}."
     )
     titles = "| source | model | tp | rows | in | out | figure | predicted | measured | error |"
     table = [titles, "|---" * 10 + "|", *lines]

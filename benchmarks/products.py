@@ -4,8 +4,8 @@
     python benchmarks/products.py
 
 The kernels sum each entry in one order, so that what a row gets does not depend on the others (docs/how-to/serve.md). Sizes
-are those of models of 350M to 1.5B parameters: matrices for the tokens of a step, and attention of 8 sequences. Processor time
-of the process, the least of all turns, of which each has both implementations: other programs then disturb neither much.
+are those of models of 350M to 1.5B parameters: matrices for the tokens of a step, and attention of 8 sequences. Times
+are the least of all turns, of which each has both implementations: other programs then disturb neither much.
 Writes benchmarks/results/products.md.
 """
 
@@ -62,11 +62,11 @@ def pair(kind, transposed, shapes, library, draw):
 
 
 def seconds(function, calls):
-    start = time.process_time()
+    start = time.perf_counter()
     for _ in range(calls):
         function()
     ms.runtime.synchronize()
-    return (time.process_time() - start) / calls
+    return (time.perf_counter() - start) / calls
 
 
 def compare(functions):
@@ -84,7 +84,7 @@ def main():
         sys.exit("error: the kernels cannot be built here")
     draw, ratios = np.random.default_rng(0), []
     lines = [
-        f"MindSpore {ms.__version__}, float32, one thread; processor time, the least of {TURNS} turns; load of the machine "
+        f"MindSpore {ms.__version__}, float32, one thread; the least of {TURNS} turns; load of the machine "
         f"before the run {os.getloadavg()[0]:.1f}.",
         "",
         "| product | rows | MindSpore, ms | kernels, ms | ratio | GFLOP/s of the kernels |",

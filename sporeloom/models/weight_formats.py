@@ -28,9 +28,9 @@ OTHERWISE = "use --weights int8 or float32"
 """Advice for a quantized folder, which has its own int4 or none."""
 
 WEIGHTS_HELP = (
-    "number type of matrices; int8: a quarter of the memory, with a scale for each output channel; w8a8: int8, and int8 "
-    "activations with a scale for each token; int4: an eighth, with a "
-    "scale for each 128 columns of a row, or for 64 (-g64) or 32 (-g32), and with zero points as well (-asym)"
+    "number type of matrices; float32: on devices that of their products; int8: a quarter of the memory, with a scale for "
+    "each output channel; w8a8: int8, and int8 activations with a scale for each token; int4: an eighth, with a scale for "
+    "each 128 columns of a row, or for 64 (-g64) or 32 (-g32), and with zero points as well (-asym)"
 )
 """Help of the flag --weights."""
 

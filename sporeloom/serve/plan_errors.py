@@ -28,7 +28,7 @@ class ServingIntervals:
     coverage: float
     """Minimum fraction of the published figures inside."""
     figures: dict[str, dict[str, Any]]
-    """By the names of `FIGURES`: `low`, `high`, `count`, `median_error` and `bias` of what is predicted."""
+    """Name of `FIGURES` -> `low`, `high`, `count`, `median_error` and `bias` of what is predicted."""
 
     def of(self, name: str, value: float) -> tuple[float, float]:
         return self.figures[name]["low"] * value, self.figures[name]["high"] * value

@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 from conftest import call, tool
@@ -11,8 +12,11 @@ from sporeloom.core.errors import ConfigError
 from sporeloom.inference.cache import cache_bytes
 from sporeloom.models.family import size_config
 from sporeloom.models.slots import num_slots_for
+from sporeloom.planner.cluster import read_cluster
+from sporeloom.planner.errors import NoInterval
 from sporeloom.serve.plan import ServingLoad, ServingPlan, load_problems, reduced_depths
-from sporeloom.serve.plan_command import main, start
+from sporeloom.serve.plan_command import as_dict, main, report, start
+from sporeloom.serve.plan_errors import FIGURES, serving_intervals
 
 SMALL = {"num_rows": 4, "input_len": 100, "output_len": 20, "chunk": 64}
 MODEL = dataclasses.replace(size_config("pangu", "tiny"), compute_dtype="bfloat16", dropout_rate=0.0)
@@ -43,7 +47,8 @@ def test_a_plan_adds_up(alone):
 def test_a_deep_model_is_planned_from_few_layers():
     load = {**SMALL, "input_len": 16, "weights": "w8a8"}
     found, of_all = call("tests/configs/serving_plan_worker.py", "by_depth_and_of_all", "tiny", 2, load, 5)
-    assert found.pop("load") == of_all.pop("load")
+    for name in ("load", "intervals", "intervals_meaning"):
+        assert found.pop(name) == of_all.pop(name)
     assert found.pop("decode_parts") == pytest.approx(of_all.pop("decode_parts"), rel=1e-9)
     assert found == pytest.approx(of_all, rel=1e-9)
 
@@ -74,7 +79,7 @@ def test_devices_share_weights_cache_and_work(alone):
 def test_sequences_chunks_and_number_types_move_what_they_should(alone):
     many, quantized, at_once = plan(num_rows=16), plan(weights="int8", kv_cache="int8"), plan(chunk=100)
     assert many["tokens_per_s"] > alone["tokens_per_s"] and many["decode_s"] > alone["decode_s"]
-    assert quantized["weight_bytes"] < 0.3 * alone["weight_bytes"]
+    assert quantized["weight_bytes"] < 0.45 * alone["weight_bytes"]  # which holds matrices in bfloat16
     assert plan(weights="w8a8", kv_cache="int8")["weight_bytes"] == quantized["weight_bytes"]
     assert quantized["cache_bytes"] < 0.8 * alone["cache_bytes"]
     assert at_once["first_token_s"] < alone["first_token_s"]
@@ -85,7 +90,7 @@ def test_the_command_reports_the_fewest_devices_or_what_is_too_large(tmp_path):
     flags = ("--cluster", "ascend910b", "--input-len", 40, "--output-len", 20)
     outcome = tool("tools/plan.py", "serve", "--size", "tiny", *flags)
     assert outcome.code == 0, outcome.output
-    assert "pangu tiny on 1 device " in outcome.output and "no interval" in outcome.output
+    assert "pangu tiny on 1 device " in outcome.output and "No interval is known" in outcome.output
     assert outcome.output.rstrip().endswith("serve CHECKPOINT --max-num-seqs 16 --max-model-len 60")
     told, _ = json.JSONDecoder().raw_decode(tool("tools/plan.py", "serve", "--size", "tiny", *flags, "--json").output)
     assert told["tp"] == 1 and told["load"]["input_len"] == 40
@@ -99,6 +104,31 @@ def test_the_command_reports_the_fewest_devices_or_what_is_too_large(tmp_path):
         refused = tool("tools/plan.py", "serve", "--size", "tiny", *flags, *more)
         assert refused.code == 2 and reason in refused.output, refused.output
         assert "Traceback" not in refused.output
+
+
+@pytest.mark.parametrize(
+    ("changes", "cluster", "load", "reason"),
+    [
+        ({}, "a100_80gb", {}, None),
+        ({}, "a100_40gb", {}, "no figure of a server on a100_40gb"),
+        ({}, "ascend910b", {}, "no figure of a server on ascend910b"),
+        ({}, "a100_80gb", {"weights": "int8"}, "weights and a KV cache in half precision"),
+        ({}, "a100_80gb", {"kv_cache": "int8"}, "weights and a KV cache in half precision"),
+        ({"compute_dtype": "float32"}, "a100_80gb", {}, "weights and a KV cache in half precision"),
+    ],
+)
+def test_intervals_are_known_only_where_figures_were_compared(changes, cluster, load, reason):
+    model = dataclasses.replace(MODEL, **changes)
+    found = serving_intervals(model, read_cluster(Path(cluster)), ServingLoad(**{**SMALL, **load}))
+    if reason:
+        assert isinstance(found, NoInterval) and reason in found.explain()
+    else:
+        low, high = found.of("decode_s", 0.01)
+        assert low < 0.01 < high and "none is of MindSpore" in found.explain()
+        planned = ServingPlan(ServingLoad(**SMALL), 1, 1, 1, 1, 0.1, 0.01, {})
+        told = as_dict(planned, found)
+        assert told["intervals"]["decode_s"] == (low, high) and set(told["intervals"]) == set(FIGURES)
+        assert f"10.0 ms ({low * 1e3:.1f} to {high * 1e3:.1f})" in report(planned, "a model", "1 GB", found)
 
 
 @pytest.mark.parametrize(

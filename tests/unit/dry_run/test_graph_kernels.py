@@ -96,6 +96,19 @@ def test_costs_are_arithmetic_and_bytes():
     assert [task.flops for task in tasks] == [2 * 8 * 16 * 32, 0, 2 * 8 * 16 * 32, 0, 0]
 
 
+@pytest.mark.parametrize(
+    ("chip", "moved"), [("ascend910b", 2 * (4 * 3 * 4 + 4 * 8 * 2)), ("cpu", 3 * 64 * 8 * 2 + 112)]
+)
+def test_entries_of_a_cache_are_written_in_place_but_on_cpus(chip, moved):
+    """There the operator reads and writes the whole parameter, and its copy is what others read."""
+    written = node("ScatterNdUpdate", ["cache", "slots", "new"], "kept", 64, 8, side_effect_mem=True)
+    given = {"slots": tensor(4, 3, dtype="int32"), "new": tensor(4, 8)}
+    graph = Graph({"cache": tensor(64, 8)}, given, [written], ["kept"])
+    device = DeviceModel(dataclasses.replace(CLUSTER, chip=chip))
+    (task,) = Graphs(device, DeviceGrid({"tp": 1}), 0, {}).tasks(graph)
+    assert task.seconds == pytest.approx(moved / 1e9 + device.launch)
+
+
 def test_what_needs_a_full_sum_waits_for_it_in_another_kernel():
     nodes = [
         node("Square", ["x"], "a", 8, 16),

@@ -10,12 +10,18 @@ from sporeloom.calibration.samples import PADDING
 from sporeloom.planner.cluster import read_cluster
 
 WORKER = "tests/configs/calibrate_worker.py"
+BUSY = "run calibrate again while the machine is idle"
 
 
 def test_a_calibrated_machine_has_estimates_of_its_steps(tmp_path):
     path, one = tmp_path / "here.yaml", tmp_path / "one.yaml"
     one.write_text("mesh: {dp: 1}\n", encoding="utf-8")
-    done = run("-m", "sporeloom", "calibrate", "--quick", "--out", path)
+    for _ in range(4):
+        done = run("-m", "sporeloom", "calibrate", "--quick", "--out", path)
+        if BUSY not in done.output:
+            break
+    else:
+        pytest.skip("the machine is too busy to be calibrated, as the command says each time")
     assert done.code == 0, done.output
     assert f"sporeloom dry-run --time --cluster {path}" in done.output
     for kind in ("launch: Add", "product: ", "attention: ", "GeLUGrad", "AdamWeightDecay"):

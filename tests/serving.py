@@ -113,10 +113,10 @@ def chatting_checkpoint(folder: Path, config: Path = TWO_LAYERS) -> Path:
     return folder / "out" / "checkpoint"
 
 
-def adapter_folder(folder: Path, checkpoint: Path, lora: LoRAConfig, seed: int) -> Path:
-    """Adapters for a checkpoint's model with drawn weights, as PEFT writes them."""
+def adapter_folder(folder: Path, checkpoint: Path, lora: LoRAConfig, seed: int, deviation: float = 0.2) -> Path:
+    """Adapters for a checkpoint's model with drawn weights of this standard deviation, as PEFT writes them."""
     (family, model), draw = load_config(checkpoint), np.random.default_rng(seed)
-    weights = {name: draw.normal(0, 0.2, shape).astype(np.float32) for name, shape in lora.shapes(model).items()}
+    weights = {name: draw.normal(0, deviation, shape).astype(np.float32) for name, shape in lora.shapes(model).items()}
     write_adapter(folder, Adapter(lora, weights), family, model, checkpoint)
     return folder
 

@@ -14,13 +14,17 @@ LORAS = (
     LoRAConfig(r=4, lora_alpha=8.0, target_modules=("attention.query", "attention.value")),
     LoRAConfig(r=2, lora_alpha=3.0, use_rslora=True, target_modules=("attention.*", "mlp.up", "mlp.down")),
 )
+DEVIATION = 0.16
+"""Of the adapters' weights. With 0.2 they outweigh the model: a change of 1 in a tenth of a million of its weights, as rounding
+makes it, moved one token's log-probability by 6e-6 and that of its neighbours by 1e-6."""
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def modules(checkpoint, tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapters")
-    return [str(adapter_folder(folder / str(seed), checkpoint, lora, seed)) for seed, lora in enumerate(LORAS)]
+    drawn = enumerate(LORAS)
+    return [str(adapter_folder(folder / str(seed), checkpoint, lora, seed, DEVIATION)) for seed, lora in drawn]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +55,7 @@ def equal(found, expected, tolerance):
 
 def test_one_device(checkpoint, modules, requests, expected):
     found = call(WORKER, "together", str(checkpoint), modules, requests)
-    equal(found["together"], expected, 1e-5)
+    equal(found["together"], expected, 5e-6)
     equal(found["alone"], found["together"], 0.0)
     assert found["reused"] > 0
 
@@ -70,4 +74,4 @@ def test_a_mesh(checkpoint, modules, requests, expected, name):
     strategy = CONFIGS / f"pangu_tiny_{name}.yaml"
     size = load_strategy(strategy).mesh.size
     (found,) = filter(None, call(WORKER, "together", str(checkpoint), modules, requests, str(strategy), processes=size))
-    equal(found["together"], expected, 1e-5)
+    equal(found["together"], expected, 5e-6)

@@ -15,8 +15,8 @@ LORAS = (
     LoRAConfig(r=2, lora_alpha=3.0, use_rslora=True, target_modules=("attention.*", "mlp.up", "mlp.down")),
 )
 DEVIATION = 0.16
-"""Of the adapters' weights. With 0.2 they outweigh the model: a change of 1 in a tenth of a million of its weights, as rounding
-makes it, moved one token's log-probability by 6e-6 and that of its neighbours by 1e-6."""
+"""Of the adapters' weights. With 0.2 they outweigh the model: where rounding changed its weights by 6e-8 of themselves, the
+log-probability of one token changed by 6e-6, and of those around it by 1e-6."""
 pytestmark = pytest.mark.slow
 
 

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 import yaml
-from conftest import call, tool
+from conftest import call, run, tool
 
 pytestmark = pytest.mark.slow
 
@@ -137,3 +137,9 @@ def test_a_mistake_is_one_line(network, what, message):
     outcome = rules(*(each.format(net=network) for each in what))
     assert outcome.code == 2 and message in outcome.output
     assert "Traceback" not in outcome.output
+
+
+def test_a_network_that_does_not_compile_is_one_line_without_a_trace_of_mindspore(network):
+    outcome = run("-m", "sporeloom", "rules", f"{network}:Net", "--inputs", "4x6:int32", "4x6:int32")
+    assert outcome.code == 2 and outcome.output.count("\n") == 1
+    assert outcome.output.startswith("error: MindSpore cannot compile the network")

@@ -29,7 +29,7 @@ CASES = {"pangu_tiny_tp2": (2, 4, 4, 3), "pangu_tiny_tp4": (4, 16, 4, 3), "pangu
 """Strategy -> processes, rows of a batch, faults in messages, and faults in weights. With 16 rows sums are in parts, each by
 another rank."""
 TEXT, COST_STEPS = ROOT / "examples" / "small_town.txt", 20
-SPARE = 4
+SPARE = 8
 """Faults in messages that are drawn in addition, for those that change nothing."""
 
 

@@ -7,8 +7,8 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# MindSpore reads these when it is loaded: its warnings are about its own insides, and what its analysis of a network prints as
-# errors, with a C++ call stack, is the text of the exception that follows.
+# MindSpore reads these when it is loaded: its warnings are about its own insides, and what its analysis of a network prints
+# as errors, with a C++ call stack, is the text of the exception that follows.
 os.environ.setdefault("GLOG_v", "3")
 os.environ.setdefault("MS_SUBMODULE_LOG_v", "{ANALYZER:4}")
 

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from sporeloom.partition.graph import Graph, Name, TensorType
+from sporeloom.partition.operation import Pin
+from sporeloom.partition.operators import CONTRACTIONS
 from sporeloom.partition.operators.elementwise import HANDLERS as ELEMENTWISE
 from sporeloom.strategy.layout import Layout
 
@@ -78,13 +80,19 @@ def casts_of_outputs(graph: Graph, first: int) -> set[Name]:
     return found
 
 
-def summed_with(graph: Graph) -> dict[Name, tuple[Name, ...]]:
-    """Values whose only use is as an item of a sum -> the other items of that sum, and of the sum that it is itself an
-    item of."""
+def num_uses(graph: Graph) -> Counter[Name]:
+    """Count how often each value is an input or an output of the graph."""
     uses = Counter(graph.outputs)
     for node in graph.nodes:
         if node.kind != "UpdateState":  # it only waits for its inputs
             uses.update(node.flat_inputs())
+    return uses
+
+
+def summed_with(graph: Graph) -> dict[Name, tuple[Name, ...]]:
+    """Values whose only use is as an item of a sum -> the other items of that sum, and of the sum that it is itself an
+    item of."""
+    uses = num_uses(graph)
     found: dict[Name, tuple[Name, ...]] = {}
     for node in reversed(graph.nodes):
         if node.kind == "AddN":
@@ -92,6 +100,22 @@ def summed_with(graph: Graph) -> dict[Name, tuple[Name, ...]]:
             for item in items:
                 if uses[item] == 1:
                     found[item] = (*(other for other in items if other != item), *further)
+    return found
+
+
+def sums_of_products(graph: Graph, pinned: Mapping[str, Pin]) -> dict[Name, Pin]:
+    """Sums of two products that nothing else uses and whose outputs a rule lays out alike, as in a parallel block, and these
+    products -> that rule of the outputs: their partial sums may be added before they are communicated, once for both."""
+    makers, uses = {node.outputs[0]: node for node in graph.nodes}, num_uses(graph)
+    found: dict[Name, Pin] = {}
+    for node in graph.nodes:
+        items = [makers.get(name) for name in node.flat_inputs()] if node.kind in ("Add", "AddExt") else []
+        products = [item for item in items if item is not None and item.kind in CONTRACTIONS]
+        rules = [pin for item in products if (pin := pinned.get(item.path)) and pin.outputs and not pin.local]
+        if len(rules) < 2 or any(uses[item.outputs[0]] > 1 for item in products):
+            continue
+        if rules[0].outputs == rules[1].outputs and products[0].types == products[1].types == node.types:
+            found |= dict.fromkeys((node.outputs[0], *(item.outputs[0] for item in products)), rules[0])
     return found
 
 

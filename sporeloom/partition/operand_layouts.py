@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from sporeloom.partition.graph import Graph, Name, Node
 from sporeloom.partition.grid import MICROBATCHES, DeviceGrid
-from sporeloom.partition.hints import ids_by_row, summed_with
+from sporeloom.partition.hints import ids_by_row, summed_with, sums_of_products
 from sporeloom.partition.layout import NONE, ValueLayout, fitted
 from sporeloom.partition.operation import Operand, Operands, Operation, Pin, Plan, whole
 from sporeloom.partition.operators import CONTRACTIONS, ELEMENTWISE
@@ -35,6 +35,7 @@ class OperandLayouts(Resharding):
         self.forward: dict[Name, tuple[Node, Plan]] = {}
         """First output -> operator of the forward pass and its plan."""
         self.summed_with = summed_with(graph)
+        self.sums_of_products = sums_of_products(graph, pinned)
         self.keeping_sums: set[Name] = set()
         """Outputs of casts that may keep partial sums pending."""
 
@@ -43,7 +44,8 @@ class OperandLayouts(Resharding):
         return Operand(value.type, value.layout, value.constant, value.is_constant, value.is_parameter)
 
     def operation(self, node: Node) -> Operation:
-        own = self.pin(node) if node.path in self.pinned else self.as_in_forward(node)
+        is_sum = node.outputs[0] in self.sums_of_products and node.kind not in CONTRACTIONS
+        own = self.pin(node) if node.path in self.pinned and not is_sum else self.as_in_forward(node)
         operands: list[Operands] = [
             own.get(each) or self.operand(each) if isinstance(each, str) else tuple(map(self.operand, each))
             for each in node.inputs

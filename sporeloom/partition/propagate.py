@@ -22,6 +22,7 @@ from sporeloom.partition.hints import casts_of_outputs, wanted_by_updates
 from sporeloom.partition.layout import ValueLayout, fitted, replicated
 from sporeloom.partition.operand_layouts import OperandLayouts, by_microbatch
 from sporeloom.partition.operation import Operand, Operands, Operation, Pin, Plan, computed_unsharded
+from sporeloom.partition.operators import CONTRACTIONS
 from sporeloom.partition.operators import plan as plan_of
 from sporeloom.partition.sharded_graph import PartitionError, ShardedGraph, Value
 from sporeloom.strategy.layout import Layout
@@ -200,6 +201,8 @@ class _Walk(OperandLayouts):
         if plan.remake:
             self.values[node.outputs[0]].remake = partial(plan.remake, self, inputs)
         pin = self.pinned.get(node.path)
+        if shared := self.sums_of_products.get(node.outputs[0]):  # the sum is laid out, not the products
+            pin = None if node.kind in CONTRACTIONS else shared
         further = pin.outputs if pin and pin.outputs and not pin.local else ()
         for name, type, dims in zip(node.outputs, node.types, further, strict=False):
             if type is not None and len(type.shape) == len(dims):

@@ -184,22 +184,24 @@ def collective_bytes(dims: Dimensions, job: Parallelism, stage: int) -> dict[str
 
 
 def _layer_traffic(dims: Dimensions, job: Parallelism, stage: int, again: int) -> dict[str, float]:
-    """Collectives of tensor parallelism. A layer has two reductions forward, each mirrored backward, once where
-    attention and MLP are parallel; when it is fully recomputed one more, in a sandwich block, whose norms need
-    both results, two, in a parallel one none. The embedding adds one, of the float32 rows it looked up. With
-    sequence parallel each of a layer's is a reduce-scatter and an all-gather instead, and the head gathers,
-    too."""
+    """Collectives of tensor parallelism. A layer has two reductions forward, and one where attention and MLP are parallel and
+    nothing is computed with either result. Backward it has two, and one where they are parallel; when it is fully recomputed
+    one more, in a sandwich block, whose norms need both results, two, in a parallel one none. The embedding adds one, of the
+    float32 rows it looked up. With sequence parallel each of a layer's is a reduce-scatter and an all-gather instead, and the
+    head gathers, too."""
     if job.tp == 1:
         return {}
     inputs = 1 if dims.block == "parallel" else 2  # of products that are sharded by columns
     results = {"sequential": 1, "parallel": 0, "sandwich": 2}[dims.block]  # that computing again needs
     tokens, m = job.microbatch * dims.seq_len // job.cp, job.num_microbatches
     x, layers = tokens * dims.hidden_size * job.activation_bytes, job.stages(dims.num_layers)[stage]
-    unshared = 0 if dims.shared_ffn_size else job.expert_layers(dims)[stage]  # layers without an MLP for every token
+    sparse = job.expert_layers(dims)[stage]
+    unshared = 0 if dims.shared_ffn_size else sparse  # layers without an MLP for every token
+    forward = 2 * layers - unshared - (layers - sparse if dims.sums_both_results else 0)
     looked_up = m * int(stage == 0) * tokens * dims.hidden_size * 4
     if not job.sequence_parallel:
         return {
-            "AllReduce forward": m * (2 * layers - unshared) * x + looked_up,
+            "AllReduce forward": m * forward * x + looked_up,
             "AllReduce recompute": m * x * results * again,
             "AllReduce backward": m * (inputs * layers - unshared) * x + looked_up,
         }
@@ -207,7 +209,7 @@ def _layer_traffic(dims: Dimensions, job: Parallelism, stage: int, again: int) -
     return {
         "AllReduce forward": looked_up,
         "AllReduce backward": looked_up,
-        "ReduceScatter forward": m * x * (2 * layers - unshared),
+        "ReduceScatter forward": m * x * forward,
         "AllGather forward": m * x * (inputs * layers + last_stage),
         "ReduceScatter recompute": m * x * results * again,
         "AllGather recompute": m * x * inputs * again,

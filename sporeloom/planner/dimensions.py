@@ -119,6 +119,12 @@ class Dimensions(Widths):
     def has_norm_bias(self) -> bool:
         return self.norm_bias
 
+    @property
+    def sums_both_results(self) -> bool:
+        """A parallel block in which nothing is computed with the results of attention and MLP before they are added up, so
+        that tensor parallel ranks communicate their sum."""
+        return self.block == "parallel" and not (self.output_bias or self.mlp_bias or self.dropout)
+
     @functools.cached_property
     def kinds(self) -> tuple[Dimensions, Dimensions]:
         """The model as if none of its layers had experts, and as if all had."""

@@ -96,8 +96,9 @@ def layer_forward(dims: Dimensions, job: Parallelism, rates: Rates) -> LayerTime
 
 
 def num_reductions(dims: Dimensions, job: Parallelism) -> int:
-    """All-reduces of a layer over tp in a pass: our graphs add up both results of a parallel block on their own."""
-    return 1 if dims.block == "parallel" and not job.own_graphs else 2
+    """All-reduces of a layer over tp in a forward pass: where something is computed with a result of a parallel block, such
+    as dropout, our graphs add up each on its own."""
+    return 1 if dims.block == "parallel" and (dims.sums_both_results or not job.own_graphs) else 2
 
 
 def exposed_rows(layer: LayerTime, job: Parallelism, rates: Rates) -> float:

@@ -10,7 +10,14 @@ import math
 from sporeloom.models.parts import mlp, multi_token_prediction
 from sporeloom.models.parts.work import Values, Work
 from sporeloom.planner.dimensions import Dimensions
-from sporeloom.planner.layer_time import LayerTime, experts_forward, exposed_rows, head_forward, layer_forward
+from sporeloom.planner.layer_time import (
+    LayerTime,
+    experts_forward,
+    exposed_rows,
+    head_forward,
+    layer_forward,
+    num_reductions,
+)
 from sporeloom.planner.layer_work import LayerWork, Matrix
 from sporeloom.planner.memory import head_columns
 from sporeloom.planner.parallelism import Parallelism
@@ -136,7 +143,7 @@ def _reductions(dims: Dimensions, job: Parallelism, rates: Rates, work: LayerWor
         return all_reduce(rates.width * tokens * width, tp, rates.tp)
 
     h, shared = dims.hidden_size, 0.0
-    forward = (1 if dims.block == "parallel" else 2) * of(h)
+    forward = num_reductions(dims, job) * of(h)
     backward = of(h) + of(work.latent_width) + (of(h) / 2 if job.sequence_parallel else 0.0)
     if job.cp > 1:
         width = work.gathered_width / tp + work.gathered_key

@@ -56,6 +56,4 @@ def totals(flags):
     job = job_of(run.strategy, run.model, run.batch_size, run.config.accumulate)
     planned = [memory.total for memory in stage_memory(of_decoder(run.model, run.seq_len), job)]
     stages = [stage * run.strategy.mesh.stage_size for stage in range(run.strategy.mesh.pp)]
-    return [
-        (memory_timeline(partitioned, rank).live_bytes, total) for rank, total in zip(stages, planned, strict=True)
-    ]
+    return [(memory_timeline(partitioned, rank).live_bytes, total) for rank, total in zip(stages, planned, strict=True)]

@@ -31,6 +31,17 @@ def test_the_planner_counts_what_is_alive_at_the_peak(write, name):
     settings, accumulate = STRATEGIES[name]
     rules = f"rules: {CONFIGS / 'rules/decoder.yaml'}\n"
     strategy, model = write("strategy.yaml", settings + rules), write("model.json", json.dumps(MODEL))
-    flags = ["--strategy", str(strategy), "--ranks", "all", "--model", "pangu", "--size", "tiny", "--config", str(model)]
+    flags = [
+        "--strategy",
+        str(strategy),
+        "--ranks",
+        "all",
+        "--model",
+        "pangu",
+        "--size",
+        "tiny",
+        "--config",
+        str(model),
+    ]
     for live, planned in call(WORKER, "totals", [*flags, "--batch-size", "16", "--accumulate", str(accumulate)]):
         assert planned == pytest.approx(live, rel=0.12)

@@ -85,7 +85,8 @@ class OperandLayouts(Resharding):
 
     def pin(self, node: Node) -> dict[Name, Operand]:
         """Redistribute inputs to the layouts of a rule, for all later users. Parameters keep their own layouts for the
-        operators that write them; returns their redistributed copies for this operator."""
+        operators that write them, and constants for other operators; returns their redistributed copies for this
+        operator."""
         own = {}
         for name, dims in self.pinned_inputs(node).items():
             value = self.values[name]
@@ -93,9 +94,9 @@ class OperandLayouts(Resharding):
             target = ValueLayout(
                 fitted(by_microbatch(dims, value), value.type.shape, self.grid), self.kept_sums(node, name)
             )
-            if value.is_parameter or self.is_resharded(name):
+            if value.is_parameter or value.is_constant or self.is_resharded(name):
                 own[name] = replace(self.operand(name), layout=target)
-            elif value.layout is not None and not value.is_constant:
+            elif value.layout is not None:
                 self.lay_out(name, target)
         return own
 

@@ -109,6 +109,7 @@ class _Walk(OperandLayouts):
             self.result.graph.outputs.append(self.laid_out(name, wanted))
         if self.scattered and not self.reshards:  # else gathers, for which products wait, would wait for scatters
             self.result.graph.nodes = gradients_when_due(self.result.graph)
+        self.leave_out_remade()
         self.result.layouts = {name: value.layout for name, value in self.values.items() if value.layout is not None}
         return self.result
 

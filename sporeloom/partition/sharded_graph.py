@@ -119,6 +119,8 @@ class Held:
         """Scope of that operator; None while its inputs are redistributed, because such steps belong to the values."""
         self.rewritten = Node("", (), (), ())
         """The operator that a handler is rewriting."""
+        self.remade: dict[Name, tuple[Name, ValueLayout]] = {}
+        """Value -> what computes it in another layout, the first of several."""
         self._serial = 0
 
     # Layouts
@@ -140,6 +142,7 @@ class Held:
     def _copied(self, name: Name, value: Value, wanted: ValueLayout) -> Name:
         if wanted not in value.copies and value.remake and (made := value.remake(wanted)):
             value.copies[wanted] = made
+            self.remade.setdefault(value.name, (made, wanted))
         assert value.type is not None and value.layout is not None
         if wanted not in value.copies:
             source, steps = self.nearest(value, wanted)
@@ -151,6 +154,14 @@ class Held:
                 self.values[name] = replace(value, layout=wanted, name=source, copies=copies)
                 return source
         return value.copies[wanted]
+
+    def leave_out_remade(self) -> None:
+        """Remove operators whose results all users have in other layouts: executors leave them out."""
+        graph = self.result.graph
+        used = {*graph.outputs, *(name for node in graph.nodes for name in node.flat_inputs())}
+        unused = {name: made for name, made in self.remade.items() if name not in used}
+        graph.nodes = [node for node in graph.nodes if node.outputs[0] not in unused]
+        self.result.made = {name: unused.get(made[0], made) for name, made in self.result.made.items()}
 
     def lay_out(self, name: Name, wanted: ValueLayout) -> None:
         """Redistribute a value for all later users."""

@@ -16,6 +16,9 @@ from sporeloom.planner.dimensions import Dimensions
 from sporeloom.planner.parallelism import Parallelism, PartLayers
 from sporeloom.strategy.schedule import held_parts
 
+OWN_LOGIT_BYTES = 20
+"""Bytes of a logit at the peak of the loss in this package's graphs: five tensors in float32 (shifted logits, exponentials,
+labels, their product, a gradient), as timelines have it (`dry-run --memory`)."""
 Stages = tuple[Dimensions, int, tuple[int, ...], tuple[int, ...], int]
 """Key of everything that the parameters of stages depend on: model, tp, each stage's layers and layers of experts,
 the last stage."""
@@ -243,16 +246,22 @@ def held_activations(job: Parallelism, kept: KeptActivations, stage: int, parts:
     The mask and the embedding go with a microbatch's first part on the stage, the logits with the last. Logits of one
     microbatch are temporary, not held.
     """
-    sizes = [
-        part.recomputed * (kept.recomputed - kept.full) + (part.layers - part.offloaded) * kept.full for part in parts
-    ]
-    sizes[0] += kept.mask + (kept.embedding if stage == 0 else 0.0)
-    sizes[-1] += kept.top if stage == job.last_stage else 0.0
+    sizes = _of_parts(job, kept, stage, parts)
     moments = _moments(job, stage)
     totals = [sum(map(operator.mul, moment, sizes)) for moment in moments]
     if stage == job.last_stage:
         totals = [total + max(0, moment[-1] - 1) * kept.logits for total, moment in zip(totals, moments, strict=True)]
     return max(totals)
+
+
+def _of_parts(job: Parallelism, kept: KeptActivations, stage: int, parts: tuple[PartLayers, ...]) -> list[float]:
+    """Bytes that a device of a stage keeps of one microbatch, for each of its parts."""
+    sizes = [
+        part.recomputed * (kept.recomputed - kept.full) + (part.layers - part.offloaded) * kept.full for part in parts
+    ]
+    sizes[0] += kept.mask + (kept.embedding if stage == 0 else 0.0)
+    sizes[-1] += kept.top if stage == job.last_stage else 0.0
+    return sizes
 
 
 def _moments(job: Parallelism, stage: int) -> tuple[tuple[int, ...], ...]:
@@ -265,8 +274,8 @@ def _offloaded(job: Parallelism, kept: KeptActivations, stage: int, parts: tuple
     return max(counts) * kept.full
 
 
-def stage_memory(dims: Dimensions, job: Parallelism) -> list[StageMemory]:
-    """Memory of each stage's devices."""
+def stage_memory(dims: Dimensions, job: Parallelism, trains_all: bool = True) -> list[StageMemory]:
+    """Memory of each stage's devices. `trains_all`: all weights have gradients."""
     tokens, width = job.tokens(dims.seq_len), job.activation_bytes
     spread = job.tp if job.sequence_parallel else 1
     kept, parts_of, result = KeptActivations.of(dims, job), job.parts(dims.num_layers), []
@@ -277,15 +286,25 @@ def stage_memory(dims: Dimensions, job: Parallelism) -> list[StageMemory]:
         parts = parts_of[stage]
         activations = held_activations(job, kept, stage, parts)
         working = max(kept.full - kept.recomputed if again[stage] else 0.0, kept.full if away[stage] else 0.0)
+        working += _for_scores(dims, job)
         if stage == job.last_stage:  # input of the last norm and the head; logits in float32, and their gradient
             activations += tokens * _kept_by_last_norm(dims, width) / spread
-            working = max(working, job.logit_bytes / 4 * kept.logits)
+            working = max(working, (OWN_LOGIT_BYTES if job.own_graphs else job.logit_bytes) / 4 * kept.logits)
         weights = job.weight_bytes * cut_parameters(count, experts, job.shards, shards, job.zero >= 3)
         if job.zero == 3 and job.shards > 1:
             weights += _gathered_weights(dims, job, stage)
             if job.gradient_copies > 1 and width < 4:  # shards are cast once for all microbatches
                 weights += width * cut_parameters(count, experts, job.shards, shards, True)
             working += width * layer_parameters(dims, job.tp)  # one's gradient
+        if job.own_graphs:
+            of_microbatch = sum(_of_parts(job, kept, stage, parts))
+            if trains_all:
+                working = max(working, _after_backward(dims, job, stage) - min(activations, of_microbatch))
+            if (
+                job.pp > 1
+            ):  # a stage's backward pass holds its inputs until it runs again, on the last one also for the loss
+                working += of_microbatch + (stage == job.last_stage) * 2 * kept.logits
+            weights += _gathered_words(dims, job) if stage == 0 else 0.0
         moments = job.optimizer_bytes * cut_parameters(count, experts, job.shards, shards, True)
         moments -= second_moments_saved(dims, job)[stage]
         result.append(
@@ -302,6 +321,34 @@ def stage_memory(dims: Dimensions, job: Parallelism) -> list[StageMemory]:
             )
         )
     return result
+
+
+def _after_backward(dims: Dimensions, job: Parallelism, stage: int) -> float:
+    """Bytes of gradients besides `StageMemory.gradients` as a backward pass of our graphs ends: those of several microbatches
+    as they are added to the sum; and of a table that is sharded later or tied, whose gradients are added to those of the
+    head."""
+    experts, shards = expert_parameters(dims, job)[stage], expert_shards(job)
+    count, is_cut = stage_parameters(dims, job)[stage], job.zero >= 2
+    added_up = (job.gradient_copies - 1) * cut_parameters(count, experts, job.shards, shards, is_cut)
+    tables = 2 * (dims.tied_embedding and job.last_stage == 0 and not dims.value_head) + is_cut
+    return job.gradient_bytes * (added_up + (stage == 0) * tables * dims.vocab_size * dims.hidden_size / job.tp)
+
+
+def _for_scores(dims: Dimensions, job: Parallelism) -> float:
+    """Bytes that our graphs need for the scores of a layer, for a moment, besides what is kept of them: as dropout's mask is
+    computed three tensors of 4 bytes and the probabilities, of which 10 bytes are kept; else logits and probabilities."""
+    if not job.own_graphs or job.flash_attention:
+        return 0.0
+    return (6 if dims.dropout else 2) * job.tokens(dims.seq_len) * dims.num_heads * dims.seq_len / job.tp
+
+
+def _gathered_words(dims: Dimensions, job: Parallelism) -> float:
+    """Bytes of the gathered embedding table, in float32, in which our graphs look up, besides the copy for products. ZeRO-3
+    counts it with weights outside layers; a table that stages share, or that shards do not divide, is not sharded."""
+    is_sent = dims.tied_embedding and job.last_stage > 0
+    if not job.own_graphs or job.zero not in (1, 2) or job.shards == 1 or job.activation_bytes == 4 or is_sent:
+        return 0.0
+    return 0.0 if dims.vocab_size // job.tp % job.shards else 4 * dims.vocab_size * dims.hidden_size / job.tp
 
 
 def _kept_by_last_norm(dims: Dimensions, width: int) -> float:

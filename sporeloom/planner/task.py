@@ -204,7 +204,7 @@ def task_memory(dims: Dimensions, job: Parallelism, task: TrainedTask) -> list[S
     Frozen weights have neither gradients nor moments. Whole batches are evaluated at once where log-probabilities must be
     known before an update; nothing of that is kept, so the larger of both is the peak.
     """
-    stages = stage_memory(dims, job)
+    stages = stage_memory(dims, job, trains_all=not task.lora)
     if task.lora:
         stages = [
             dataclasses.replace(

@@ -85,13 +85,20 @@ def _runs(counts: Sequence[int]) -> str:
 
 
 def meshes(request: TuneRequest, max_meshes: int) -> list[Parallelism]:
-    """The planner's meshes and microbatch sizes, the fastest first, then those that do not fit by memory; with experts also
-    meshes whose experts are sharded over a part of tp."""
+    """The planner's meshes and microbatch sizes: a half the fastest ones, then the fastest of each number of stages and of
+    tensor parallel ranks, so that few leave out none; those that do not fit by memory last. With experts also meshes whose
+    experts are sharded over a part of tp."""
     found: dict[tuple[Hashable, ...], Parallelism] = {}
     for option in search(request.plan):
         job = option.job
         found.setdefault((job.order, job.dp, job.tp, job.pp, job.cp, job.ep, job.microbatch), job)
-    chosen, experts = list(found.values())[:max_meshes], request.plan.dims.num_experts
+    ranked, experts, of_shape = list(found.values()), request.plan.dims.num_experts, dict[Hashable, Parallelism]()
+    for job in ranked:
+        of_shape.setdefault((job.pp, job.tp), job)
+    fastest = ranked[: -(-max_meshes // 2)]
+    ordered = dict.fromkeys([*map(id, fastest), *map(id, of_shape.values()), *map(id, ranked)])
+    by_id = {id(job): job for job in ranked}
+    chosen = [by_id[number] for number in ordered][:max_meshes]
     for job in [job for job in chosen if experts and job.pp == 1 and job.ep == job.dp]:
         wider = (job.dp * parts for parts in divisors(job.tp) if parts > 1)
         chosen += [replace(job, ep=ep) for ep in wider if experts % ep == 0]
@@ -104,7 +111,7 @@ def candidates(request: TuneRequest, job: Parallelism) -> Iterator[Candidate]:
     accumulate = job.num_microbatches if mesh.pp == 1 else 1
     choices = itertools.product(
         _pipelines(mesh, job.num_microbatches, config.num_layers),
-        _shardings(request, mesh, job.num_microbatches),
+        shardings(request, mesh, job.num_microbatches),
         (False, True) if mesh.tp > 1 else (False,),
         ("gather", "ulysses") if mesh.cp > 1 else ("gather",),
         (None, Offload(optimizer=True)),
@@ -205,7 +212,7 @@ def _even(num_layers: int, parts: int) -> list[int]:
     return [least + (part < more) for part in range(parts)]
 
 
-def _shardings(request: TuneRequest, mesh: Mesh, num_microbatches: int) -> list[OptimizerParallel | None]:
+def shardings(request: TuneRequest, mesh: Mesh, num_microbatches: int) -> list[OptimizerParallel | None]:
     """Kinds of ZeRO: none, over all replicas, over those of a server, with sharded gradients, with resharded weights."""
     if mesh.replicas == 1:
         return [None]

@@ -29,7 +29,7 @@ class Choice:
         """The next candidate; None: there is no more. Where none is expected to fit, the one with the least memory."""
         if not self.left:
             return None
-        expected = [self._expected_bytes(one) for one in self.left]
+        expected = [self.expected_bytes(one) for one in self.left]
         likely = [n for n, size in enumerate(expected) if size <= self.usable_bytes]
         if not likely:
             found = min(range(len(self.left)), key=lambda n: (expected[n], n))
@@ -46,7 +46,12 @@ class Choice:
         for key in _keys(one.candidate.strategy, one.candidate.accumulate):
             self.ratios[key].append(peak_bytes / one.peak_bytes)
 
-    def _expected_bytes(self, one: Scored) -> float:
+    def leave_out(self, name: str) -> None:
+        """Do not choose a candidate that was simulated for another reason."""
+        self.left = [one for one in self.left if one.name != name]
+
+    def expected_bytes(self, one: Scored) -> float:
+        """Memory of a candidate, by its closed form and by what was learnt."""
         for key in _keys(one.candidate.strategy, one.candidate.accumulate):
             if key in self.ratios:
                 return one.peak_bytes * min(self.ratios[key])

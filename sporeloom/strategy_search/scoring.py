@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from sporeloom.core.log import progress
 from sporeloom.planner.closed_forms import job_of
-from sporeloom.planner.memory import StageMemory
+from sporeloom.planner.dimensions import Dimensions
+from sporeloom.planner.memory import StageMemory, stage_memory
 from sporeloom.planner.search import Option, evaluate
 from sporeloom.strategy.config import Recompute
 from sporeloom.strategy.stages import layers_per_stage
 from sporeloom.strategy_search.candidates import Candidate, candidates, meshes, recomputations, with_recompute
+from sporeloom.strategy_search.neighbours import neighbours
 from sporeloom.strategy_search.request import TuneRequest
 
 MARGINS = (1.0, 0.9)
@@ -58,8 +60,7 @@ def score(request: TuneRequest, max_meshes: int) -> ScoredCandidates:
     scores.num_meshes = len(jobs)
 
     def closed_form(candidate: Candidate) -> Option:
-        job = job_of(candidate.strategy, request.model.values, request.batch_size, candidate.accumulate)
-        return evaluate(dims, job, request.plan.cluster)
+        return _closed_form(request, dims, candidate)
 
     for job in progress(jobs, "meshes scored"):
         for candidate in candidates(request, job):
@@ -72,6 +73,18 @@ def score(request: TuneRequest, max_meshes: int) -> ScoredCandidates:
                     scores.add(_scored(fewer, closed_form(fewer)), usable)
     scores.fitting.sort(key=lambda found: (found.seconds, found.name))
     return scores
+
+
+def score_neighbours(request: TuneRequest, candidate: Candidate) -> list[Scored]:
+    """The neighbours of a candidate with their closed forms, the fastest first."""
+    dims = request.dims
+    found = [_scored(one, _closed_form(request, dims, one)) for one in neighbours(request, candidate)]
+    return sorted(found, key=lambda one: (one.seconds, one.name))
+
+
+def _closed_form(request: TuneRequest, dims: Dimensions, candidate: Candidate) -> Option:
+    job = job_of(candidate.strategy, request.model.values, request.batch_size, candidate.accumulate)
+    return evaluate(dims, job, request.plan.cluster)
 
 
 def _scored(candidate: Candidate, option: Option) -> Scored:
@@ -91,7 +104,8 @@ def _fewer_layers(request: TuneRequest, recomputed: Candidate, plain: Option, fu
             each = Recompute(kind=kind, per_stage=[min(count, one) for one in layers])
             some = with_recompute(recomputed, each)
             job = job_of(some.strategy, request.model.values, request.batch_size, some.accumulate)
-            memories[count] = evaluate(request.dims, job, request.plan.cluster).memory
+            job = replace(job, sorts_rows=plain.job.sorts_rows)  # as on this cluster
+            memories[count] = stage_memory(plain.dims, job)
         return memories[count][stage].total
 
     found = dict.fromkeys(tuple(_fewest(layers, total, usable * margin)) for margin in MARGINS)

@@ -27,6 +27,9 @@ FIELDS = {"seconds": float, "peak_bytes": int, "problem": str}
 MAX_VARIATIONS = 8
 """Number of simulations, at most a fourth of all, that vary what closed forms do not see of the fastest candidate."""
 
+SLOWER = 1.1
+"""Ratio of closed forms up to which a neighbour may be faster by simulation."""
+
 
 @dataclass(frozen=True)
 class Simulated:
@@ -47,33 +50,53 @@ class Simulated:
 
 
 def simulate_all(request: SearchRequest, fitting: Sequence[Scored], limit: int, out: Path) -> Iterator[Simulated]:
-    """Simulate up to `limit` of the candidates that fit in closed form, apart from those whose results are in `out`. The last
-    ones are variations of the fastest that fits, as long as there are some."""
+    """Simulate up to `limit` of the candidates that fit in closed form, apart from those whose results are in `out`. A fourth
+    are neighbours of the fastest that fits, and the last ones variations of it that closed forms do not see, as long as there
+    are some."""
     choice, found = Choice(fitting, request.cluster.usable_bytes), dict[str, Simulated]()
     varied = min(MAX_VARIATIONS, limit // 4)
     for number in range(1, limit + 1):
-        varies = number > limit - varied or not choice.left
-        scored = _variation(request, found) if varies else None
-        is_variation = scored is not None
+        left = limit - number if choice.left else -1  # simulations after this one
+        variation = _variation(request, found) if left < varied else None
+        scored = variation or (_neighbour(request, choice, found) if left < varied + limit // 4 else None)
         if (scored := scored or choice.next()) is None:
             return
         one, source = _result(request, scored, out)
         shown = one.problem or f"{one.seconds:.4g} s, {one.peak_bytes / GB:.2f} GB"
         milestone(f"2/3 simulated {number} of {limit}: {scored.name}: {shown}{source}")
-        if one.peak_bytes and scored.peak_bytes and not is_variation:
+        if one.peak_bytes and scored.peak_bytes and not variation:
             choice.learn(scored, one.peak_bytes)
+        choice.leave_out(one.name)
         found[one.name] = one
         yield one
 
 
+def _best(found: Mapping[str, Simulated]) -> Simulated | None:
+    """The fastest candidate that fits."""
+    fitting = [one for one in found.values() if not one.problem]
+    return min(fitting, key=lambda one: (one.seconds, one.peak_bytes, one.name), default=None)
+
+
 def _variation(request: SearchRequest, found: Mapping[str, Simulated]) -> Scored | None:
     """A variation of the fastest candidate that fits which has not been simulated."""
-    fitting = [one for one in found.values() if not one.problem]
-    if not fitting:
+    if (fastest := _best(found)) is None:
         return None
-    best = min(fitting, key=lambda one: (one.seconds, one.peak_bytes, one.name)).scored
+    best = fastest.scored
     changed = (replace(best, candidate=each, name=each.name) for each in subject_of(request).variations(best.candidate))
     return next((scored for scored in changed if scored.name not in found), None)
+
+
+def _neighbour(request: SearchRequest, choice: Choice, found: Mapping[str, Simulated]) -> Scored | None:
+    """The neighbour of the fastest candidate that fits which is expected to fit and to be fastest, and has not been
+    simulated; None: in closed form all others are clearly slower."""
+    if (fastest := _best(found)) is None:
+        return None
+    expected = (
+        one
+        for one in subject_of(request).neighbours(fastest.scored.candidate)
+        if one.name not in found and choice.expected_bytes(one) <= choice.usable_bytes
+    )
+    return next((one for one in expected if one.seconds <= SLOWER * fastest.scored.seconds), None)
 
 
 def _result(request: SearchRequest, scored: Scored, out: Path) -> tuple[Simulated, str]:

@@ -46,3 +46,14 @@ def both(flags):
         "seconds": (simulated, step_time(dims, job, cluster).total),
         "activations": list(zip(held, planned, strict=True)),
     }
+
+
+def totals(flags):
+    """Peak bytes of a device of each stage: live by the timeline, and by closed form."""
+    run = check(parse_args(DryRunConfig, "", flags, check))
+    options = (run.batch_size, run.seq_len), False, run.config.accumulate, run.task
+    partitioned = partition_model(run.config.model, run.model, run.strategy, *options)
+    job = job_of(run.strategy, run.model, run.batch_size, run.config.accumulate)
+    planned = [memory.total for memory in stage_memory(of_decoder(run.model, run.seq_len), job)]
+    stages = [stage * run.strategy.mesh.stage_size for stage in range(run.strategy.mesh.pp)]
+    return [(memory_timeline(partitioned, rank).live_bytes, total) for rank, total in zip(stages, planned, strict=True)]

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole graphs, sharded, then computed by all ranks at once in NumPy: they give what one device gives."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from graphs import COMPUTE_ALL, Builder, check, on_all_ranks, sent
+from graphs import COMPUTE_ALL, Builder, check, on_all_ranks, sent, type_of
 from kinds import COMPUTE, SAMPLES, Draw
 
 from sporeloom.partition.graph import Graph, Node, TensorType
@@ -159,6 +161,28 @@ def test_a_pinned_operator_gives_the_layout_that_its_rule_says():
     sharded = check(b, outputs, GRID, {}, {"x": (("dp",), ())}, pinned)
     (name,) = [node.outputs[0] for node in b.graph.nodes if node.path == "up.matmul"]
     assert sharded.layouts[name] == ValueLayout((("dp", "tp"), ()))
+
+
+def test_a_rule_shards_a_constant_for_its_operator():
+    b, random = Builder(), np.random.default_rng(1)
+    x = b.tensor("x", random.standard_normal((8, 4)))
+    heads = b.constant(random.standard_normal((1, 4)))
+    b.graph.nodes[-1] = replace(b.graph.nodes[-1], types=(type_of(b.values[heads]),))
+    y = b.node("Mul", b.node("Mul", x, heads, path="per_head"), 2.0)
+    pinned = {"per_head": Pin((((), ()), ((), ("tp",))))}
+    sharded = check(b, [y], GRID, {}, {}, pinned)
+    assert sharded.layouts[y] == ValueLayout(((), ("tp",)))
+
+
+def test_an_operator_whose_users_take_their_parts_of_its_result_is_left_out():
+    b, random = Builder(), np.random.default_rng(1)
+    x, y = b.tensor("x", random.standard_normal((8, 1))), b.tensor("y", random.standard_normal((8, 4)))
+    z = b.node("Mul", b.node("Tile", x, (1, 4)), b.node("Exp", y, path="exp"))
+    sharded = check(b, [z], GRID, {}, {}, {"exp": Pin((((), ("tp",)),))})
+    (tile,) = [node for node in sharded.graph.nodes if node.kind == "Tile"]
+    assert tile.types[0].shape == (8, 4 // GRID.degrees["tp"])
+    (made,) = [made for name, made in sharded.made.items() if name.startswith("Tile")]
+    assert made == (tile.outputs[0], ValueLayout(((), ("tp",)))), "its value is still known by its name"
 
 
 def test_a_rule_that_speaks_of_other_dims_than_an_operator_has_is_refused_with_its_line():

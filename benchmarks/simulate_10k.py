@@ -72,9 +72,12 @@ def main():
     policies = json.loads(printed[printed.index("{") :])["policies"]
     lines = [
         f"MindSpore {version('mindspore')}. PanGu 200B, pp 16, dp {DEVICES // 128}, tp 8, on {DEVICES:,} devices of "
-        f"{CLUSTER}; without a cache. Equal ranks are simulated once.",
+        f"{CLUSTER}; without a cache. Equal ranks are simulated once, and two networks with fewer layers are compiled, from "
+        "which the graph of all 64 follows (`sporeloom/dry_run/fewer_layers.py`). Allowed are processor seconds, of all "
+        "processes of a command from their start to their end, and GB that they hold at once; the seconds that pass also "
+        "depend on other programs of the machine.",
         "",
-        "| command | seconds | processor seconds | allowed | GB of all processes | allowed |",
+        "| command | seconds | processor seconds | allowed | GB | allowed |",
         "|---|---|---|---|---|---|",
         *(
             f"| {name} | {seconds:.0f} | {used:.0f} | {ALLOWED_S} | {memory:.2f} | {ALLOWED_GB} |"

@@ -15,6 +15,7 @@ from typing import Any
 from mindspore import nn
 
 from sporeloom.dry_run.cells import DryRunCell, custom_cell, model_cell
+from sporeloom.dry_run.fewer_layers import compiler_of
 from sporeloom.mindspore_compat.device import pin_cpu
 from sporeloom.models.config import ModelConfig
 from sporeloom.parallel.report import Report
@@ -75,8 +76,13 @@ def partition_model(
     """
     begin()
     gc.disable()  # millions of small objects, none in cycles
-    built = model_cell(family, model, strategy, batch, inference, accumulate, task)
-    return _partitioned(built, strategy, strategy.num_microbatches(accumulate))
+
+    def build(model: ModelConfig, strategy: Strategy) -> DryRunCell:
+        return model_cell(family, model, strategy, batch, inference, accumulate, task)
+
+    built = build(model, strategy)
+    compiled = compiler_of(built, model, strategy, build)
+    return _partitioned(built, strategy, strategy.num_microbatches(accumulate), compiled)
 
 
 def partition_custom(

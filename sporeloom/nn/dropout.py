@@ -9,13 +9,21 @@ enough: the comparison depends on the product's upper bits, and those on all bit
 
 import numpy as np
 from mindspore import Tensor, nn, ops
+from numpy.typing import NDArray
+
+NUM_PARTS = 3
+"""Number of arrays of constants of a dropout."""
+
+
+def drawn_constants(site: int, part: int, count: int) -> NDArray[np.int32]:
+    """(count,): random odd numbers of one position in the model, int32."""
+    drawn = np.random.default_rng((site, part)).integers(-(2**31), 2**31, count)
+    return (drawn | 1).astype(np.int32)
 
 
 @ops.constexpr
 def _constants(site, part, count):
-    """(count,): random odd numbers of one position in the model."""
-    drawn = np.random.default_rng((site, part)).integers(-(2**31), 2**31, count)
-    return Tensor((drawn | 1).astype(np.int32))
+    return Tensor(drawn_constants(site, part, count))
 
 
 class Dropout(nn.Cell):

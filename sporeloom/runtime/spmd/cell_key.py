@@ -46,18 +46,29 @@ class UnknownSourceError(Exception):
 def cell_key(cell: nn.Cell) -> str | None:
     """SHA-256 of a Cell with all its attributes, operators and constants, and the names and shapes of its parameters; None
     if something in it is a user's, or of a kind that is not known here."""
-    walk = _Walk()
+    parts = cell_parts(cell)
+    return None if parts is None else hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def cell_parts(cell: nn.Cell, ignored: frozenset[str] = frozenset()) -> list[str] | None:
+    """The description of a Cell of which `cell_key` is the hash.
+
+    Args:
+        ignored: names of attributes that are left out, of all Cells in it.
+    """
+    walk = _Walk(ignored)
     try:
         walk.add(cell)
     except UnknownSourceError:
         return None
-    return hashlib.sha256("\0".join(walk.parts).encode()).hexdigest()
+    return walk.parts
 
 
 class _Walk:
     """Describes values one after another as `parts`; a value that was met before by its number."""
 
-    def __init__(self) -> None:
+    def __init__(self, ignored: frozenset[str]) -> None:
+        self.ignored = ignored
         self.parts: list[str] = []
         self.seen: dict[int, int] = {}
         self.held: list[Any] = []
@@ -130,7 +141,7 @@ class _Walk:
         elif dataclasses.is_dataclass(value):
             attributes = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         elif isinstance(value, nn.Cell):
-            hidden = (BARE - OF_GRAPHS) | LEFT_BY_COMPILATION
+            hidden = (BARE - OF_GRAPHS) | LEFT_BY_COMPILATION | self.ignored
             attributes = {n: at for n, at in vars(value).items() if n not in hidden or ("hook" in n and at)}
         elif hasattr(value, "__dict__"):
             attributes = vars(value)

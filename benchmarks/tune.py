@@ -19,6 +19,8 @@ from pathlib import Path
 from report import ROOT, write_report
 
 from sporeloom.core.errors import ConfigError
+from sporeloom.core.files import write_text_atomically
+from sporeloom.core.json_text import json_text
 from sporeloom.models.config_file import named_model
 from sporeloom.models.family import with_precision
 from sporeloom.planner.closed_forms import PRECISIONS, bytes_of_mask
@@ -30,29 +32,29 @@ from sporeloom.strategy.config import OptimizerParallel, Pipeline, Recompute, St
 from sporeloom.strategy_search.candidates import Candidate, problems
 from sporeloom.strategy_search.request import TunedModel, TuneRequest
 from sporeloom.strategy_search.scoring import Scored, score
-from sporeloom.strategy_search.simulated import GB, Simulated, simulate_all
+from sporeloom.strategy_search.simulated import GB, Simulated, kept, simulate_all
 
 RUNS = (
     "alpa_ablate_data_parallel_2_2x1",
     "alpa_ablate_zero_3_2_2x1",
     "alpa_ablate_data_parallel_4_4x1",
     "alpa_ablate_data_parallel_8_8x1",
+    "mf_r0.8_pangualpha_2_6b_4075",
+    "mpt_149_1b_a100_40gb_8_512",
     "bloom_pre_043",
-    "bloom_pre_004",
-    "bloom_pre_045",
     "mf_r1.3.0_qwen1.5-0.5b_21171",
     "mf_r1.3.0_qwen1.5-1.8b_11241",
     "dlperf_meg_DP_8x1x1_16_1536x16",
+    "dlperf_meg_DP_PP_8x1x4_512_1536x16",
+    "bloom_pre_045",
     "dlperf_meg_2D_4x2x1_16_1536x16",
     "dlperf_meg_2D_2x4x1_16_1536x16",
-    "mf_r0.8_pangualpha_2_6b_4075",
-    "mpt_149_1b_a100_40gb_8_512",
     "meg21_t1_1.7b",
-    "alpa_meg_1.3B_4",
     "dlperf_of_DP_16x1x1_32_1536x16",
-    "dlperf_meg_DP_PP_8x1x4_512_1536x16",
     "dlperf_meg_MP_1x16x1_16_3072x16",
     "dlperf_meg_2D_2x8x1_16_2304x24",
+    "alpa_meg_1.3B_4",
+    "bloom_pre_004",
 )
 """Rows of the file, the quick ones first: dense models of 6 to 32 layers on 2 to 32 devices."""
 MESHES = 12
@@ -118,6 +120,18 @@ def compared(run: PublishedRun, limit: int, folder: Path) -> tuple[str, float | 
     request, candidate = request_of(run, folder), published(run)
     if found := problems(request, candidate):
         return f"| {run.id} | {candidate.name} | not possible: {found[0].partition(':')[2].strip()} | | | | |", None
+    record, key = folder / "row.json", f"{request.key(candidate)} {limit}"
+    if before := kept(record, key, {"line": str, "ratio": list}):
+        return before["line"], next(iter(before["ratio"]), None)
+    line, ratio = searched(run, request, candidate, limit, folder)
+    write_text_atomically(record, json_text({"key": key, "line": line, "ratio": [] if ratio is None else [ratio]}))
+    return line, ratio
+
+
+def searched(
+    run: PublishedRun, request: TuneRequest, candidate: Candidate, limit: int, folder: Path
+) -> tuple[str, float | None]:
+    """The row of a published strategy that is possible."""
     before = Scored(candidate, candidate.name, 0.0, 1.0)
     (theirs,) = simulate_all(request, [before], 1, folder / "published")
     if not theirs.seconds:

@@ -23,7 +23,7 @@ from sporeloom.planner.memory import (
 from sporeloom.planner.parallelism import Parallelism
 from sporeloom.planner.parts_time import head_passes, layer_passes, times
 from sporeloom.planner.rates import Rates, all_reduce, axes_bandwidth, groups_along, ring_latency, slowest_ring
-from sporeloom.strategy.listed_schedule import Pass
+from sporeloom.strategy.listed_schedule import ListedSchedule, Pass
 from sporeloom.strategy.schedule import idle_microbatches, splits_backward
 from sporeloom.strategy.schedule import times as schedule_times
 
@@ -113,6 +113,10 @@ def step_time(
     )
 
 
+COUNTED_GROUPS = (8, 12)
+"""Groups of as many microbatches as stages whose passes are counted out, where there are more than twice as many."""
+
+
 class PassTimes(NamedTuple):
     """Seconds of a microbatch's passes."""
 
@@ -148,11 +152,18 @@ def _bubble(
     def seconds(stage: int, one: Pass) -> float:
         of, has_head = stages[stage][one.part], stage == job.last_stage and one.part == job.virtual_stages - 1
         repeated = of.recomputed * again if one.kind == "backward" else 0.0
-        repeated += sums[stage] / job.virtual_stages if one.kind == "weights" else 0.0
+        repeated += sums[stage] / job.virtual_stages if one.kind != "forward" else 0.0  # in either half of a split one
         return of.layers * getattr(layer, one.kind) + repeated + (getattr(head, one.kind) if has_head else 0.0)
 
-    ends = [drawn[-1][2] for drawn in schedule_times(*order, seconds)]
-    return max(ends) - job.num_microbatches * max(busy)
+    def waiting(count: int) -> float:
+        drawn = schedule_times(job.pp, count, job.virtual_stages, job.schedule, seconds)
+        return max(stage[-1][2] for stage in drawn) - count * max(busy)
+
+    few, more = (groups * job.pp for groups in COUNTED_GROUPS)
+    if job.num_microbatches <= 2 * more or isinstance(job.schedule, ListedSchedule):
+        return waiting(job.num_microbatches)
+    first = waiting(few)  # from then on each microbatch takes as long as the one before
+    return first + (waiting(more) - first) * (job.num_microbatches - few) / (more - few)
 
 
 def _sends(dims: Dimensions, job: Parallelism, cluster: Cluster) -> float:

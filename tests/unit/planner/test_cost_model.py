@@ -12,6 +12,7 @@ from sporeloom.cli.plan import PlanConfig, requested
 from sporeloom.core.command_line import parse_args
 from sporeloom.models.family import size_config
 from sporeloom.models.parameters import num_parameters, parameter_shapes
+from sporeloom.planner import step_time as step_time_module
 from sporeloom.planner.cluster import Cluster, Efficiency, Overlap, read_cluster
 from sporeloom.planner.dimensions import Dimensions, of_decoder
 from sporeloom.planner.layer_time import head_forward, layer_forward
@@ -234,6 +235,15 @@ def replayed(dims, job, stage, parts):
             held -= sizes[one.part]
         most = max(most, held)
     return most
+
+
+@pytest.mark.parametrize(("schedule", "parts"), [("zero_bubble_h1", 1), ("zero_bubble_v", 2), ("dualpipe_v", 2)])
+def test_the_bubble_of_many_microbatches_is_as_counted_out(schedule, parts, monkeypatch):
+    job = Parallelism(tp=8, pp=4, num_microbatches=200, virtual_stages=parts, schedule=schedule, own_graphs=True)
+    dims = MODELS["22B"][0]
+    found = step_time(dims, job, A100).bubble
+    monkeypatch.setattr(step_time_module, "COUNTED_GROUPS", (50, 60))
+    assert step_time(dims, job, A100).bubble == pytest.approx(found, rel=1e-9) and found > 0
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "seqpipe", "zero_bubble_v"])

@@ -12,16 +12,19 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
 import numpy as np
+import psutil
 from report import write_report
 
 from sporeloom.checkpoint.model_folder import save_checkpoint
@@ -36,6 +39,7 @@ RESULTS = Path(__file__).parent / "results" / "serve.md"
 TEXT = Path(__file__).parents[1] / "examples" / "small_town.txt"
 INPUT, OUTPUT, LONG_OUTPUT, LONG = 32, 32, 128, 512
 PEERS = ("torch", "transformers", "fastapi")
+FIGURES = ("output_throughput", "mean_ttft_ms", "mean_tpot_ms", "processor_ms")
 
 
 def random_checkpoint(folder, size):
@@ -72,16 +76,43 @@ async def gaps_of_a_stream(url, others):
         return np.diff(came), np.asarray(came[1:]), await later if later else None
 
 
-def throughput(url, concurrency, ignore_eos=True, output_len=OUTPUT, **more):
+def throughput(url, concurrency, ignore_eos=True, output_len=OUTPUT, num_warmups=1, **more):
     config = BenchServeConfig(
         base_url=url, input_len=INPUT, output_len=output_len, num_prompts=2 * concurrency, max_concurrency=concurrency,
-        ignore_eos=ignore_eos, num_warmups=1, **more,
+        ignore_eos=ignore_eos, num_warmups=num_warmups, **more,
     )  # fmt: skip
     return asyncio.run(bench(config))
 
 
-def measure(url):
-    told = [throughput(url, n, output_len=length) for length in (OUTPUT, LONG_OUTPUT) for n in (1, 8)]
+def processor_s(process):
+    """Seconds of processor time of a running process so far."""
+    times = psutil.Process(process.pid).cpu_times()
+    return times.user + times.system
+
+
+def processor_time(told):
+    """Processor time of a token, for the table; of another server nothing is known."""
+    return f"{told['processor_ms']:.0f} ms" if "processor_ms" in told else ""
+
+
+def medians(server, rounds, length):
+    """One request at a time and eight at once by turns, as other work on the machine hits both: medians of each figure, with
+    the milliseconds of processor time of an output token. All prompts are new: the prefix cache has none of them."""
+    throughput(server.url, 8, output_len=2, seed=length)
+    found = {1: [], 8: []}
+    for number in range(rounds):
+        for n, of_n in found.items():
+            before = processor_s(server.process)
+            told = throughput(server.url, n, output_len=length, num_warmups=0, seed=1000 * length + 10 * number + n)
+            assert not told["failed"], told
+            told["processor_ms"] = (processor_s(server.process) - before) / told["total_output_tokens"] * 1e3
+            of_n.append({name: told[name] for name in FIGURES})
+            print(n, length, of_n[-1], flush=True)
+    return [{name: float(np.median([one[name] for one in of_n])) for name in FIGURES} for of_n in found.values()]
+
+
+def measure(server, rounds):
+    told, url = [each for length in (OUTPUT, LONG_OUTPUT) for each in medians(server, rounds, length)], server.url
     calm, _, _ = asyncio.run(gaps_of_a_stream(url, []))
     long_prompt = {"prompt": list(range(20, 20 + LONG)), "max_tokens": 1}
     busy, came, (start, end) = asyncio.run(gaps_of_a_stream(url, [long_prompt]))
@@ -91,16 +122,24 @@ def measure(url):
     return told, calm, beside, end - start, time.perf_counter() - alone
 
 
+@dataclass
+class Server:
+    """A running server."""
+
+    url: str
+    process: subprocess.Popen
+
+
 @contextlib.contextmanager
 def running(words, says):
-    """Where a server that was started so answers, once it says so."""
+    """A server that was started so, once it says where it answers."""
     with tempfile.NamedTemporaryFile("w+") as log:
         server = subprocess.Popen(words, stdout=log, stderr=log)
         try:
             while not (found := re.search(says, Path(log.name).read_text())):
                 assert server.poll() is None, Path(log.name).read_text()
                 time.sleep(0.2)
-            yield found[1]
+            yield Server(found[1], server)
         finally:
             server.terminate()
             server.wait(60)
@@ -135,8 +174,8 @@ def theirs(folder, size):
     more["ignore_eos"] = False
     with running(
         [*words, "--device", "cpu", "--dtype", "float32", "--port", str(free_port())], r"running on (\S+)"
-    ) as url:
-        found = [throughput(url, n, **more) for n in (1, 8)]
+    ) as server:
+        found = [throughput(server.url, n, **more) for n in (1, 8)]
     for told in found:  # it counts no tokens, and ends with a piece of text that holds none
         assert not told["failed"] and told["total_output_tokens"] >= told["completed"] * OUTPUT, told
         told["output_throughput"] = told["completed"] * OUTPUT / told["duration_s"]
@@ -147,22 +186,27 @@ def main():
     parser = argparse.ArgumentParser(description=first_line(__doc__))
     parser.add_argument("--size", default="350m")
     parser.add_argument("--prefill-chunk", default="16")
+    parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
+    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as name:
         checkpoint = random_checkpoint(Path(name), arguments.size)
         words = [sys.executable, "-m", "sporeloom", "serve", str(checkpoint), "--port", "0", "--max-model-len", "640"]
-        with running([*words, "--prefill-chunk", arguments.prefill_chunk], r"is served at (\S+)") as url:
-            ours, calm, beside, seconds, alone = measure(url)
+        with running([*words, "--prefill-chunk", arguments.prefill_chunk], r"is served at (\S+)") as server:
+            ours, calm, beside, seconds, alone = measure(server, arguments.rounds)
         peer, peers = theirs(Path(name), arguments.size) if all(map(find_spec, PEERS)) else ("", [])
     one, eight, one_long, eight_long = (told["output_throughput"] for told in ours)
+    times = [told["processor_ms"] for told in ours]
     lines = [
-        f"PanGu {arguments.size}, {INPUT} tokens in, --prefill-chunk {arguments.prefill_chunk}.",
+        f"PanGu {arguments.size}, {INPUT} tokens in, all new, --prefill-chunk {arguments.prefill_chunk}. Medians of "
+        f"{arguments.rounds} rounds of one request at a time and eight at once by turns; load before and after: "
+        f"{load:.1f}, {os.getloadavg()[0]:.1f}.",
         "",
-        "| requests at once | tokens out | tokens/s | TTFT, mean | TPOT, mean |",
-        "|---|---|---|---|---|",
+        "| requests at once | tokens out | tokens/s | TTFT, mean | TPOT, mean | processor time a token |",
+        "|---|---|---|---|---|---|",
         *(
             f"| {n}{of} | {length} | {told['output_throughput']:.1f} | {told['mean_ttft_ms']:.0f} ms | "
-            f"{told['mean_tpot_ms']:.0f} ms |"
+            f"{told['mean_tpot_ms']:.0f} ms | {processor_time(told)} |"
             for n, length, told, of in (
                 *zip((1, 8) * 2, (OUTPUT, OUTPUT, LONG_OUTPUT, LONG_OUTPUT), ours, [""] * 4, strict=True),
                 *zip((1, 8), (OUTPUT, OUTPUT), peers, [f", {peer}"] * 2, strict=False),
@@ -170,7 +214,8 @@ def main():
         ),
         "",
         f"8 at once give {eight / one:.1f} times the tokens/s of one at a time, {eight_long / one_long:.1f} times with "
-        f"{LONG_OUTPUT} tokens out (target: 5): a prompt is as much work in company as alone.",
+        f"{LONG_OUTPUT} tokens out (target: 5): a prompt is as much work in company as alone. By processor time they are "
+        f"{times[0] / times[1]:.1f} and {times[2] / times[3]:.1f} times as cheap.",
         "",
         f"Between two tokens of a stream: {np.median(calm) * 1e3:.0f} ms alone; {np.median(beside) * 1e3:.0f} ms, at most "
         f"{beside.max() * 1e3:.0f} ms, while a prompt of {LONG} tokens is worked through, which takes {seconds:.1f} s: "

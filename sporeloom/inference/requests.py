@@ -36,6 +36,8 @@ class Request:
     """Number that separates its random numbers from those of other requests with the same seed."""
     num_top: int = 0
     """Number of most likely tokens to report with each token."""
+    has_scores: bool = True
+    """Whether to report the log-probability of each new token, which takes longer than to choose it."""
     score_prompt: bool = False
     """Report the log-probability of each token of the prompt but the first."""
     pooling: Pooling | None = None
@@ -70,7 +72,8 @@ class NewToken:
     """Number of the request, from `submit`."""
     token: int
     log_probability: float
-    """Log-probability under the model itself, before penalties, temperature and other processors."""
+    """Log-probability under the model itself, before penalties, temperature and other processors; NaN where the request
+    needs none."""
     seconds: float
     """Seconds since the token before; for the first one, since the prompt got a row."""
     finish_reason: FinishReason | None

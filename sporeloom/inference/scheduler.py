@@ -8,6 +8,7 @@ broadcasts them. The output of a request depends on the request alone.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 import traceback
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
@@ -386,7 +387,8 @@ def _next_token(
         return 0, None, "length"
     token = request.sampler.choose(logits, History(request.prompt, generated), stream=request.stream)
     generated.append(token)
-    return token, score_token(logits, token, request.num_top), request.finish_reason(generated)
+    score = score_token(logits, token, request.num_top) if request.has_scores else TokenScore(token, math.nan, ())
+    return token, score, request.finish_reason(generated)
 
 
 def _kind_of(error: Exception, log: LogBudget) -> int:

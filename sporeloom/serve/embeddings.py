@@ -122,7 +122,9 @@ def read_rerank(fields: Fields, model: ServedModel, job: ServeJob) -> RerankRequ
         if value is None:
             raise RequestError(400, f"{name} is missing", name)
     if not 0 < len(given) < MAX_INPUTS:
-        raise RequestError(400, f"documents: from 1 to {MAX_INPUTS - 1} of them, got {len(given)}", "documents")
+        raise RequestError(
+            400, f"documents must have from 1 to {MAX_INPUTS - 1} entries, got {len(given)}", "documents"
+        )
     documents = tuple(_document(each) for each in given)
     for name in ("max_tokens_per_doc", "max_chunks_per_doc", "truncate_prompt_tokens"):
         fields.refuse(name, "documents are not shortened; send those that fit")
@@ -150,7 +152,7 @@ def _inputs(given: Any) -> list[Any]:
     if isinstance(given, str) or (given and all(isinstance(each, int) for each in given)):
         return [given]
     if not 0 < len(given) <= MAX_INPUTS:
-        raise RequestError(400, f"input: from 1 to {MAX_INPUTS} of them, got {len(given)}", "input")
+        raise RequestError(400, f"input must have from 1 to {MAX_INPUTS} entries, got {len(given)}", "input")
     return list(given)
 
 

@@ -31,6 +31,8 @@ class GenerationRequest:
     """See `Request`."""
     is_finished: Callable[[Sequence[int]], bool]
     """Called on the rank with the server."""
+    has_scores: bool = True
+    """See `Request`."""
     cache_salt: str = ""
     """See `Request`."""
     processors: tuple[Processor, ...] = ()
@@ -69,6 +71,7 @@ def scheduled(told: dict[str, Any], slot: int, vocab_size: int, own: GenerationR
         is_finished=own.is_finished if own else _never,
         stream=told["stream"],
         num_top=told["num_top"],
+        has_scores=told["has_scores"],
         score_prompt=told["score_prompt"],
         pooling=told["pooling"],
         adapter=slot,

@@ -16,7 +16,7 @@ import numpy as np
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.shipped import DECODER, EXPERTS
 from sporeloom.dry_run.memory.run import pool_bytes
-from sporeloom.dry_run.partitioned import begin, partition_forward
+from sporeloom.dry_run.partitioned import Partitioned, begin, partition_forward
 from sporeloom.dry_run.time.run import step_times
 from sporeloom.dry_run.time.simulate import RankTime
 from sporeloom.inference.cache import CacheName, cache_problems
@@ -46,6 +46,14 @@ class ServingLoad:
     """Tokens of a prompt that are prefilled between two decode steps."""
     weights: WeightName = "float32"
     kv_cache: CacheName = "auto"
+    mean_context: int | None = None
+    """Mean number of tokens of a sequence that attention reads, where only those that are there are read; None: all slots of
+    its cache, which the graphs of `sporeloom serve` read on devices. Memory is that of whole caches in both cases."""
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of a sequence at its end."""
+        return self.input_len + self.output_len
 
     @property
     def chunks(self) -> dict[int, int]:
@@ -115,12 +123,17 @@ def plan_serving(family: str, model: ModelConfig, cluster: Cluster, load: Servin
 
 def load_problems(load: ServingLoad, model: ModelConfig) -> list[str]:
     """List what is wrong with a load."""
-    longest = load.input_len + load.output_len
+    problems, longest = [], load.max_context
     if longest > model.seq_len:
-        return [
+        problems.append(
             f"--input-len + --output-len = {longest} tokens are more than {model.seq_len}, the model's longest context"
-        ]
-    return []
+        )
+    if load.mean_context is not None and not load.input_len <= load.mean_context <= longest:
+        problems.append(
+            f"--mean-context {load.mean_context}: while an answer is generated, a sequence has {load.input_len} to {longest} "
+            f"tokens, by --input-len and --output-len; {load.input_len + load.output_len // 2} on average"
+        )
+    return problems
 
 
 def _strategy(model: ModelConfig, tp: int) -> Strategy:
@@ -180,11 +193,13 @@ def _extended(found: Sequence[Any], more: int) -> Any:
 
 
 class _Server:
-    """A server's network, its weights not materialised."""
+    """A server's network, its weights not materialised, with caches of `num_tokens` for each sequence (None: all of it)."""
 
-    def __init__(self, family: str, model: ModelConfig, strategy: Strategy, load: ServingLoad):
-        self.model, self.strategy, self.load = model, strategy, load
-        shape = (load.num_rows, num_slots_for(load.input_len + load.output_len))
+    def __init__(
+        self, family: str, model: ModelConfig, strategy: Strategy, load: ServingLoad, num_tokens: int | None = None
+    ):
+        self.family, self.model, self.strategy, self.load = family, model, strategy, load
+        shape = (load.num_rows, num_slots_for(num_tokens or load.max_context))
         weights = WEIGHT_FORMATS[load.weights]
         self.net = build_model(
             family, model, strategy, shape, weights, kv_cache=load.kv_cache, takes_kernels=False, narrows=True
@@ -201,17 +216,25 @@ class _Server:
         return weights, cache
 
     def plan(self, cluster: Cluster) -> ServingPlan:
-        load = self.load
-        decode, peak = self._step(cluster, load.num_rows, 1)
+        load, timed = self.load, self
+        if load.mean_context is not None:
+            timed = _Server(self.family, self.model, self.strategy, load, load.mean_context)
+        decode, peak = self._step(cluster, timed, load.num_rows, 1)
         first_token_s = 0.0
         for length, calls in load.chunks.items():
-            chunk, chunk_peak = self._step(cluster, 1, length)
+            chunk, chunk_peak = self._step(cluster, timed, 1, length)
             first_token_s, peak = first_token_s + calls * chunk.end, max(peak, chunk_peak)
         parts = {**decode.busy(), **decode.exposed()}
         return ServingPlan(load, self.strategy.mesh.tp, *self.held_bytes, peak, first_token_s, decode.end, parts)
 
-    def _step(self, cluster: Cluster, rows: int, length: int) -> tuple[RankTime, int]:
-        """Time of `length` tokens of each of some rows, and the peak of the memory pool."""
+    def _step(self, cluster: Cluster, timed: _Server, rows: int, length: int) -> tuple[RankTime, int]:
+        """Time that `timed` takes for `length` tokens of each of some rows, and the peak of this server's memory pool."""
+        partitioned = self._partitioned(rows, length)
+        peak = pool_bytes(partitioned, 0)
+        if timed is not self:
+            partitioned = timed._partitioned(rows, length)
+        return step_times(partitioned, cluster)[0], peak
+
+    def _partitioned(self, rows: int, length: int) -> Partitioned:
         ids, slots = ((rows, length), np.int32), ((rows, self.model.kv_heads, length, 3), np.int32)
-        partitioned = partition_forward(self.net, self.strategy, [ids, ids, ((rows,), np.int32), slots])
-        return step_times(partitioned, cluster)[0], pool_bytes(partitioned, 0)
+        return partition_forward(self.net, self.strategy, [ids, ids, ((rows,), np.int32), slots])

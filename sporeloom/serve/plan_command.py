@@ -38,7 +38,8 @@ GB = 2**30
 class PlanServeConfig:
     heading: ClassVar[str] = "plan serve"
     common: ClassVar[tuple[str, ...]] = (
-        *("model", "size", "cluster", "tp", "max_num_seqs", "input_len", "output_len", "weights", "kv_cache", "json"),
+        *("model", "size", "cluster", "tp", "max_num_seqs", "input_len", "output_len", "mean_context"),
+        *("weights", "kv_cache", "json"),
     )
     model: str = option("pangu", "model family, or a model folder, also of Hugging Face")
     size: str = option("tiny", "built-in size of the family")
@@ -50,6 +51,11 @@ class PlanServeConfig:
     max_num_seqs: Count = option(16, "number of sequences that are computed at the same time")
     input_len: Count = option(1024, "number of tokens of each prompt")
     output_len: Count = option(256, "number of tokens of each answer")
+    mean_context: Count | None = option(
+        None,
+        "mean number of tokens of a sequence that a step reads, for servers that read only those that are there (default: "
+        "all slots of the cache, as sporeloom serve does on devices)",
+    )
     prefill_chunk: Count = option(CHUNK, "number of prompt tokens prefilled between two decode steps")
     weights: WeightName = option("float32", WEIGHTS_HELP)
     kv_cache: CacheName = option("auto", KV_CACHE_HELP)
@@ -73,6 +79,7 @@ def main(argv: Sequence[str]) -> int:
         chunk=config.prefill_chunk,
         weights=config.weights,
         kv_cache=config.kv_cache,
+        mean_context=config.mean_context,
     )
     plan = plan_serving(config.model, model, cluster, load, config.tp)
     intervals = serving_intervals(model, cluster, load)
@@ -126,6 +133,7 @@ def report(plan: ServingPlan, model: str, usable: str, intervals: ServingInterva
     load, rest = plan.load, plan.peak_bytes - plan.weight_bytes - plan.cache_bytes
     parts = sorted(plan.decode_parts.items(), key=lambda part: -part[1])
     chunks = " and ".join(f"{calls} x {length} tokens" for length, calls in load.chunks.items())
+    context = "at a full cache" if load.mean_context is None else f"at a mean context of {load.mean_context:,} tokens"
     shown = ", ".join(f"{kind} {seconds * 1e3:.1f}" for kind, seconds in parts if seconds >= 0.05e-3)
     return "\n".join(
         [
@@ -136,7 +144,8 @@ def report(plan: ServingPlan, model: str, usable: str, intervals: ServingInterva
             f"KV cache {plan.cache_bytes / GB:.1f}, working memory {rest / GB:.1f} GB",
             f"time to first token    {shown_with_bounds('first_token_s', 1e3, 0, ' ms')} on an idle server, its prompt in "
             f"{chunks}",
-            f"time per output token  {shown_with_bounds('decode_s', 1e3, 1, ' ms')} in a step of {load.num_rows} sequences: "
+            f"time per output token  {shown_with_bounds('decode_s', 1e3, 1, ' ms')} in a step of {load.num_rows} sequences "
+            f"{context}: "
             f"{shown}",
             f"throughput             {shown_with_bounds('tokens_per_s', 1, 0, '')} output tokens/s, "
             f"{1 / plan.request_s:.2f} requests/s, with prompts prefilled in between",

@@ -5,6 +5,7 @@ benchmarks/plan_serve.py."""
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ class ServingIntervals:
 
     coverage: float
     """Minimum fraction of the published figures inside."""
+    is_full: bool
+    """Whether the plan is at a full cache; those of the published figures are at the mean context."""
     figures: dict[str, dict[str, Any]]
     """Name of `FIGURES` -> `low`, `high`, `count`, `median_error` and `bias` of what is predicted."""
 
@@ -38,16 +41,22 @@ class ServingIntervals:
         errors = ", ".join(
             f"{FIGURES[name]} {one['median_error']:.0%} of {one['count']}" for name, one in self.figures.items()
         )
+        how = (
+            "planned at the mean context, which these engines read; sporeloom serve, and this plan, read a full cache "
+            "in each step"
+            if self.is_full
+            else "planned at the mean context like this; sporeloom serve reads a full cache in each step, which takes longer"
+        )
         return (
             f"at least {self.coverage:.0%} of the figures that TensorRT-LLM and lmdeploy publish for dense models in half "
-            f"precision on {CHIP} lie inside (median errors: {errors}); none is of MindSpore, whose kernels may be slower"
+            f"precision on {CHIP} lie inside (median errors: {errors}), {how}; none is of MindSpore, whose kernels may be "
+            "slower"
         )
 
 
 @functools.cache
-def _published() -> ServingIntervals:
-    found = read_yaml(ERRORS).mapping
-    return ServingIntervals(found["coverage"], found["figures"])
+def _published() -> Mapping[str, Any]:
+    return read_yaml(ERRORS).mapping
 
 
 def serving_intervals(model: ModelConfig, cluster: Cluster, load: ServingLoad) -> ServingIntervals | NoInterval:
@@ -60,4 +69,5 @@ def serving_intervals(model: ModelConfig, cluster: Cluster, load: ServingLoad) -
         return NoInterval("no figure of a model with experts was compared")
     if load.weights != "float32" or load.kv_cache == "int8" or model.compute_dtype == "float32":
         return NoInterval("all figures that were compared are of weights and a KV cache in half precision")
-    return _published()
+    found = _published()
+    return ServingIntervals(found["coverage"], load.mean_context is None, found["figures"])

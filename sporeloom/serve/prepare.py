@@ -150,7 +150,7 @@ def room_for(job: ServeJob, prompt: tuple[int, ...], asked: ApiRequest) -> int:
     if not prompt:
         raise RequestError(400, "the prompt contains no token", "prompt")
     if room < (1 if asked.max_tokens is None else asked.max_tokens):
-        wanted = "" if asked.max_tokens is None else f" and {asked.max_tokens} more"
+        wanted = "" if asked.max_tokens is None else f", and up to {asked.max_tokens} more are requested"
         raise RequestError(
             400, f"this model's context is {most} tokens; the prompt has {len(prompt)}{wanted}", "max_tokens"
         )

@@ -54,6 +54,11 @@ class ApiRequest:
     priority: int = 0
     """Waiting requests with lower numbers are served first."""
 
+    @property
+    def has_scores(self) -> bool:
+        """Whether log-probabilities of new tokens are part of the answer, or decide about it."""
+        return self.num_top is not None
+
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionRequest(ApiRequest):
@@ -65,6 +70,10 @@ class CompletionRequest(ApiRequest):
     echo: bool
     num_kept: int | None = None
     """Number of choices to return, of `num_choices` that are generated: the most likely ones. None: all."""
+
+    @property
+    def has_scores(self) -> bool:
+        return super().has_scores or self.num_kept is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,7 +264,7 @@ def _prompts(prompt: Any, vocab_size: int) -> Iterator[str | tuple[int, ...]]:
     elif prompt and all(isinstance(part, int) and not isinstance(part, bool) for part in prompt):
         yield token_ids(prompt, "prompt", vocab_size)
     elif not 0 < len(prompt) <= MAX_PROMPTS:
-        raise RequestError(400, f"prompt: from 1 to {MAX_PROMPTS} of them, got {len(prompt)}", "prompt")
+        raise RequestError(400, f"prompt must have from 1 to {MAX_PROMPTS} entries, got {len(prompt)}", "prompt")
     else:
         for part in prompt:
             yield text_of(part, "prompt") if not isinstance(part, list) else token_ids(part, "prompt", vocab_size)

@@ -107,6 +107,7 @@ class RequestStream:
             stop_ids=tuple(choice.stop.stop_ids),
             logit_bias=self.asked.logit_bias,
             num_top=max(self.asked.num_top or 0, self.asked.prompt_top or 0),
+            has_scores=self.asked.has_scores,
             score_prompt=score_prompt,
             is_finished=choice.stop.watch(),
             processors=choice.processors,

@@ -12,8 +12,9 @@ from sporeloom.serve.plan import ServingLoad, plan_serving
 from sporeloom.serve.plan_command import as_dict
 
 
-def plan(size, tp, load, **changes):
-    """A plan for ascend910b as data."""
+def plan(size, tp, load, seq_len=None, **changes):
+    """A plan for ascend910b as data; `seq_len`: the model's longest context, where it is not that of its size."""
+    changes |= {"seq_len": seq_len} if seq_len else {}
     model = dataclasses.replace(size_config("pangu", size), compute_dtype="bfloat16", dropout_rate=0.0, **changes)
     return as_dict(
         plan_serving("pangu", model, read_cluster(Path("ascend910b")), ServingLoad(**load), tp), NoInterval("a test")

@@ -26,6 +26,11 @@ def plan(size="tiny", tp=1, **load):
     return call("tests/configs/serving_plan_worker.py", "plan", size, tp, {**SMALL, **load})
 
 
+def plan_long(**load):
+    """The same of a model with contexts of 512 tokens."""
+    return call("tests/configs/serving_plan_worker.py", "plan", "embedded_tiny", 1, {**SMALL, **load}, 512)
+
+
 @pytest.fixture(scope="module")
 def alone():
     return plan()
@@ -86,6 +91,15 @@ def test_sequences_chunks_and_number_types_move_what_they_should(alone):
 
 
 @pytest.mark.slow
+def test_a_mean_context_shortens_steps_and_leaves_the_memory():
+    full, mean = plan_long(output_len=300), plan_long(output_len=300, mean_context=250)
+    assert all(mean[name] == full[name] for name in ("weight_bytes", "cache_bytes", "peak_bytes"))
+    as_short = plan_long(output_len=150)  # whose cache has as many slots as the mean context needs
+    assert mean["decode_s"] == as_short["decode_s"] < full["decode_s"]
+    assert mean["first_token_s"] == as_short["first_token_s"] < full["first_token_s"]
+
+
+@pytest.mark.slow
 def test_the_command_reports_the_fewest_devices_or_what_is_too_large(tmp_path):
     flags = ("--cluster", "ascend910b", "--input-len", 40, "--output-len", 20)
     outcome = tool("tools/plan.py", "serve", "--size", "tiny", *flags)
@@ -128,7 +142,19 @@ def test_intervals_are_known_only_where_figures_were_compared(changes, cluster, 
         planned = ServingPlan(ServingLoad(**SMALL), 1, 1, 1, 1, 0.1, 0.01, {})
         told = as_dict(planned, found)
         assert told["intervals"]["decode_s"] == (low, high) and set(told["intervals"]) == set(FIGURES)
-        assert f"10.0 ms ({low * 1e3:.1f} to {high * 1e3:.1f})" in report(planned, "a model", "1 GB", found)
+        told = report(planned, "a model", "1 GB", found)
+        assert f"10.0 ms ({low * 1e3:.1f} to {high * 1e3:.1f}) in a step of 4 sequences at a full cache" in told
+        assert (
+            "planned at the mean context, which these engines read; sporeloom serve, and this plan, read a full" in told
+        )
+
+
+def test_the_interval_of_a_mean_context_is_of_plans_like_it():
+    load = ServingLoad(**SMALL, mean_context=110)
+    found = serving_intervals(MODEL, read_cluster(Path("a100_80gb")), load)
+    told = report(ServingPlan(load, 1, 1, 1, 1, 0.1, 0.01, {}), "a model", "1 GB", found)
+    assert "in a step of 4 sequences at a mean context of 110 tokens" in told
+    assert "planned at the mean context like this; sporeloom serve reads a full cache" in told
 
 
 @pytest.mark.parametrize(
@@ -162,3 +188,10 @@ def test_a_load_fits_into_the_context():
     assert not load_problems(ServingLoad(**SMALL), MODEL)
     (problem,) = load_problems(ServingLoad(**{**SMALL, "input_len": MODEL.seq_len}), MODEL)
     assert f"= {MODEL.seq_len + 20} tokens are more than {MODEL.seq_len}" in problem
+
+
+@pytest.mark.parametrize("context", [99, 121])
+def test_a_mean_context_is_one_that_a_sequence_has(context):
+    (problem,) = load_problems(ServingLoad(**SMALL, mean_context=context), MODEL)
+    assert f"--mean-context {context}: while an answer is generated, a sequence has 100 to 120 tokens" in problem
+    assert "110 on average" in problem

@@ -186,6 +186,19 @@ def test_what_one_adapter_worked_through_is_nothing_for_another():
     assert reused == [0, 8, 8, 8, 16]
 
 
+def test_tokens_are_the_same_where_nobody_needs_their_log_probabilities():
+    found = {}
+    for has_scores in (True, False):
+        scheduler = Scheduler(Chunked(2), ENGINE)
+        scheduler.submit(request([3, 1, 4], 6, SamplingConfig(temperature=1.0, seed=5), has_scores=has_scores))
+        events = []
+        while not scheduler.is_idle:
+            events += scheduler.step()
+        found[has_scores] = [event.token for event in events]
+        assert all(np.isnan(event.log_probability) != has_scores for event in events)
+    assert found[True] == found[False]
+
+
 def test_tokens_of_a_prompt_are_scored_where_that_is_asked_for():
     prompt = [3, 1, 4, 1, 5, 9]
     scheduler = Scheduler(Chunked(2), ENGINE)

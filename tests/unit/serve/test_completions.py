@@ -48,6 +48,13 @@ def test_best_of_is_at_least_n_and_not_streamed(tmp_path):
         assert said in refused.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(("body", "has_scores"), [({}, False), ({"logprobs": 0}, True), ({"best_of": 2}, True)])
+def test_log_probabilities_are_computed_only_where_an_answer_needs_them(tmp_path, body, has_scores):
+    service = Drawn(tmp_path)
+    assert post(service, prompt="ab", **body).status_code == 200
+    assert {wanted.has_scores for wanted in service.wanted} == {has_scores}
+
+
 def test_the_prompts_tokens_are_scored_as_vllm_tells_them(tmp_path):
     service = Drawn(tmp_path)
     ids = service.tokenizer.encode("ab")

@@ -302,7 +302,7 @@ def stage_memory(dims: Dimensions, job: Parallelism, trains_all: bool = True) ->
                 working = max(working, _after_backward(dims, job, stage) - min(activations, of_microbatch))
             if (
                 job.pp > 1
-            ):  # a stage's backward pass holds its inputs until it runs again, on the last one also for the loss
+            ):  # a backward pass holds its inputs until it runs again, on the last stage also those of the loss
                 working += of_microbatch + (stage == job.last_stage) * 2 * kept.logits
             weights += _gathered_words(dims, job) if stage == 0 else 0.0
         moments = job.optimizer_bytes * cut_parameters(count, experts, job.shards, shards, True)

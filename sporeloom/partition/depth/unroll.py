@@ -24,6 +24,8 @@ from sporeloom.partition.depth.units import Units
 
 NUM_UNITS = NUM_BLOCKS + 2, NUM_BLOCKS + 3
 """Layer units of the two graphs."""
+_BATCH = re.compile(r"^batch\d+$")
+"""Name of an input of a step, with its number."""
 _NUMBERS = re.compile(r"(_\d+)+$")
 
 Written = Callable[[str], bytes]
@@ -145,9 +147,10 @@ class _Writer:
         if entry.kind in ("parameter", "input"):
             into = graph.parameter if entry.kind == "parameter" else graph.input
             into.add().CopyFrom(entry.proto)
-            name = texts[0] if entry.kind == "parameter" else f"batch{len(graph.input) - 1}"
             if entry.kind == "parameter":
-                into[-1].ref_key = name
+                name = into[-1].ref_key = texts[0]
+            else:
+                name = _BATCH.sub(f"batch{len(graph.input) - 1}", entry.proto.name.rpartition(":")[2])
             into[-1].name = self.prefix + name
             self.names.append(self.prefix + name)
             return

@@ -161,7 +161,10 @@ class Held:
         used = {*graph.outputs, *(name for node in graph.nodes for name in node.flat_inputs())}
         unused = {name: made for name, made in self.remade.items() if name not in used}
         graph.nodes = [node for node in graph.nodes if node.outputs[0] not in unused]
-        self.result.made = {name: unused.get(made[0], made) for name, made in self.result.made.items()}
+        for name, made in self.result.made.items():
+            while made[0] in unused:
+                made = unused[made[0]]
+            self.result.made[name] = made
 
     def lay_out(self, name: Name, wanted: ValueLayout) -> None:
         """Redistribute a value for all later users."""

@@ -296,6 +296,7 @@ def stage_memory(dims: Dimensions, job: Parallelism, trains_all: bool = True) ->
             if job.gradient_copies > 1 and width < 4:  # shards are cast once for all microbatches
                 weights += width * cut_parameters(count, experts, job.shards, shards, True)
             working += width * layer_parameters(dims, job.tp)  # one's gradient
+        of_words = _whole_words(dims, job) if stage == 0 and trains_all else 0.0
         if job.own_graphs:
             of_microbatch = sum(_of_parts(job, kept, stage, parts))
             if trains_all:
@@ -313,7 +314,7 @@ def stage_memory(dims: Dimensions, job: Parallelism, trains_all: bool = True) ->
                 weights=weights,
                 gradients=job.gradient_copies
                 * job.gradient_bytes
-                * cut_parameters(count, experts, job.shards, shards, job.zero >= 2),
+                * (cut_parameters(count, experts, job.shards, shards, job.zero >= 2) + of_words),
                 optimizer=moments - on_host[stage],
                 activations=activations,
                 working=working,
@@ -329,9 +330,21 @@ def _after_backward(dims: Dimensions, job: Parallelism, stage: int) -> float:
     head."""
     experts, shards = expert_parameters(dims, job)[stage], expert_shards(job)
     count, is_cut = stage_parameters(dims, job)[stage], job.zero >= 2
-    added_up = (job.gradient_copies - 1) * cut_parameters(count, experts, job.shards, shards, is_cut)
+    added_up = cut_parameters(count, experts, job.shards, shards, is_cut)
+    added_up += _whole_words(dims, job) if stage == 0 else 0.0
+    added_up *= job.gradient_copies - 1
     tables = 2 * (dims.tied_embedding and job.last_stage == 0 and not dims.value_head) + is_cut
     return job.gradient_bytes * (added_up + (stage == 0) * tables * dims.vocab_size * dims.hidden_size / job.tp)
+
+
+def _whole_words(dims: Dimensions, job: Parallelism) -> float:
+    """Entries of the embedding table's gradient that belong to other tensor parallel ranks: without sequence parallelism
+    each of them adds up all rows in our graphs. Where the table is also the head it is sharded like that; with ZeRO-2 or 3 it
+    is reduce-scattered."""
+    is_head = dims.tied_embedding and not dims.value_head
+    if not job.own_graphs or job.sequence_parallel or job.zero >= 2 or is_head:
+        return 0.0
+    return dims.vocab_size * dims.hidden_size * (1 - 1 / job.tp)
 
 
 def _for_scores(dims: Dimensions, job: Parallelism) -> float:

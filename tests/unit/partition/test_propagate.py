@@ -156,6 +156,16 @@ def test_an_operator_whose_users_take_their_parts_of_its_result_is_left_out():
     assert made == (tile.outputs[0], ValueLayout(((), ("tp",)))), "its value is still known by its name"
 
 
+def test_a_value_is_known_by_its_name_where_its_only_user_takes_it_in_another_layout_than_its_rule():
+    b, random = Builder(), np.random.default_rng(1)
+    x, y = b.tensor("x", random.standard_normal((8, 1))), b.tensor("y", random.standard_normal((8, 4)))
+    tiled = b.node("Tile", x, (1, 4))
+    z = b.node("Mul", b.node("Exp", y), tiled, path="product")
+    sharded = check(b, [z], GRID, {}, {}, {"product": Pin((((), ("dp",)), ((), ("tp",))))})
+    (tile,) = [node for node in sharded.graph.nodes if node.kind == "Tile"]
+    assert sharded.made[tiled] == (tile.outputs[0], ValueLayout(((), ("dp",))))
+
+
 def test_a_rule_that_speaks_of_other_dims_than_an_operator_has_is_refused_with_its_line():
     b, *_ = mlp_step(np.random.default_rng(1))
     pinned = {"up.matmul": Pin(((("dp",), (), ()), ((), ())), source="rules.yaml:7")}

@@ -96,9 +96,7 @@ def meshes(request: TuneRequest, max_meshes: int) -> list[Parallelism]:
     for job in ranked:
         of_shape.setdefault((job.pp, job.tp), job)
     fastest = ranked[: -(-max_meshes // 2)]
-    ordered = dict.fromkeys([*map(id, fastest), *map(id, of_shape.values()), *map(id, ranked)])
-    by_id = {id(job): job for job in ranked}
-    chosen = [by_id[number] for number in ordered][:max_meshes]
+    chosen = list(dict.fromkeys([*fastest, *of_shape.values(), *ranked]))[:max_meshes]
     for job in [job for job in chosen if experts and job.pp == 1 and job.ep == job.dp]:
         wider = (job.dp * parts for parts in divisors(job.tp) if parts > 1)
         chosen += [replace(job, ep=ep) for ep in wider if experts % ep == 0]

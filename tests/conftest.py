@@ -19,6 +19,7 @@ import pytest
 from farm import FARMS, ROOT, Outcome, call, tool
 
 from sporeloom.core.errors import run_tool
+from sporeloom.runtime.quiet import quiet_threads
 
 __all__ = [
     "CONFIGS",
@@ -55,6 +56,8 @@ def take_long_turns():
 
 
 take_long_turns()
+if os.environ.get("PYTEST_XDIST_WORKER"):
+    quiet_threads(1)
 
 
 def run(*arguments, cwd=ROOT, timeout=300, env=None) -> Outcome:

@@ -24,6 +24,7 @@ from sporeloom.core.errors import run_tool
 from sporeloom.core.processes import end_with_parent
 from sporeloom.runtime.cpu.transport import Transport
 from sporeloom.runtime.environment import prepare_environment
+from sporeloom.runtime.quiet import quiet_threads
 
 ROOT = Path(__file__).resolve().parent.parent
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -128,6 +129,8 @@ def main(descriptors):
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's goes to the tests, who end this process
     prepare_environment()
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        quiet_threads(1)  # two test processes share the cores, too
     importlib.import_module("sporeloom.train.trainer")  # MindSpore, and most of ours
     importlib.import_module("sporeloom.mindspore_compat.device").pin_cpu()  # whatever the first task is
     importlib.import_module(

@@ -90,9 +90,19 @@ def match_rules(
     Args:
         resolved: the same rules in the mesh's own axes (see `sharding.with_parts_of_axes`).
     """
+    ends = [rule.pattern.rpartition(".")[2] for rule in written]
+
+    @functools.cache
+    def with_end(attribute: str) -> list[tuple[int, Rule]]:
+        return [(i, rule) for i, rule in enumerate(written) if path_matches(ends[i], attribute)]
+
     matches = {
         operator.path: positions
         for operator in operators
-        if (positions := tuple(i for i, rule in enumerate(written) if path_matches(rule.pattern, operator.path)))
+        if (
+            positions := tuple(
+                i for i, rule in with_end(operator.attribute) if path_matches(rule.pattern, operator.path)
+            )
+        )
     }
     return RuleTable(tuple(operators), tuple(uses), tuple(resolved), tuple(written), matches)

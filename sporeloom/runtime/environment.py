@@ -78,4 +78,4 @@ def prepare_environment() -> None:
         for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
             os.environ.setdefault(name, str(threads))
         if not devices():
-            quiet_threads()
+            quiet_threads(threads)

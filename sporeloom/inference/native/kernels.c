@@ -2,7 +2,7 @@
  * What decoding spends its time on, for one CPU: whole layers for a few tokens; and their parts, for layers that are not made
  * of those known here. MindSpore calls these through its Custom operator; outputs follow the inputs in `p`.
  *
- * threads.h has the threads, products.h and w8a8.h products with matrices, any_size.h those of any size and in batches,
+ * threads.h has the threads, products.h, int4.h and w8a8.h products with matrices, any_size.h those of any size and in batches,
  * attention.h attention over a KV cache, experts.h experts; whole layers are here.
  *
  * A row's numbers do not depend on the other rows: each entry is summed in one order, in LANES parts.
@@ -27,6 +27,7 @@
 
 #include "threads.h"
 #include "products.h"
+#include "int4.h"
 #include "w8a8.h"
 #include "attention.h"
 #include "any_size.h"

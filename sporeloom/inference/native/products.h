@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Products of a few rows with matrices of float32, int8 or int4, in vectors of LANES numbers: as many as a register holds, for
+ * Products of a few rows with matrices of float32 or int8, in vectors of LANES numbers: as many as a register holds, for
  * compilers keep longer ones in memory. */
 #define ROWS 4 /* columns of y worked on together */
 #define MOST_LANES 16 /* rows of a matrix are whole in vectors of any processor */
@@ -19,7 +19,13 @@
 #define GROUP 3
 #define PANEL 66
 #endif
+#if GROUP == 4
+#define IF_FOUR(...) __VA_ARGS__
+#else
+#define IF_FOUR(...)
+#endif
 #define SLICE 512 /* columns of x worked on at once */
+#define IN_PLACE (2 * GROUP) /* rows of x, at most, for which rows of w are read as they lie: what memory brings takes longer */
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -46,14 +52,22 @@ static inline vec load8(const int8_t *from) {
 /* GCC would load it again for each use. */
 #if defined(__AVX__)
 #define IN_REGISTER(v) __asm__("" : "+v"(v))
+#define STILL_USED(v) __asm__("" : : "v"(v)) /* else GCC puts a sum in its place, and spills */
 #else
 #define IN_REGISTER(v)
+#define STILL_USED(v)
 #endif
 
 typedef float half __attribute__((vector_size(2 * LANES)));
 typedef float quarter __attribute__((vector_size(16)));
+typedef int32_t four __attribute__((vector_size(16)));
+static inline quarter load_quarter(const float *from) {
+  quarter v;
+  memcpy(&v, from, sizeof v);
+  return v;
+}
 
-static inline float sum(vec v) { /* in halves: one entry after the other takes as long as a product of 128 columns */
+static inline quarter quarters(vec v) {
 #if LANES > 4
   half a, b;
   memcpy(&a, &v, sizeof a);
@@ -70,46 +84,22 @@ static inline float sum(vec v) { /* in halves: one entry after the other takes a
 #else
   const quarter c = a;
 #endif
+  return c;
+}
+
+static inline float sum(vec v) { /* in halves: one entry after the other takes as long as a product of 128 columns */
+  const quarter c = quarters(v);
   return (c[0] + c[2]) + (c[1] + c[3]);
 }
 
-/* Rows of w to ask for meanwhile, from `from` on: how many into the fastest cache; whether ROWS into the second. */
-typedef struct {
-  const char *from;
-  int near, far;
-} Ahead;
+/* `sum` of each of ROWS vectors, in the same order */
+static inline quarter sums_of_rows(const vec *of) {
+  const quarter a = quarters(of[0]), b = quarters(of[1]), c = quarters(of[2]), d = quarters(of[3]);
+  const quarter ab = __builtin_shuffle(a, b, (four){0, 4, 1, 5}) + __builtin_shuffle(a, b, (four){2, 6, 3, 7});
+  const quarter cd = __builtin_shuffle(c, d, (four){0, 4, 1, 5}) + __builtin_shuffle(c, d, (four){2, 6, 3, 7});
+  return __builtin_shuffle(ab, cd, (four){0, 1, 4, 5}) + __builtin_shuffle(ab, cd, (four){2, 3, 6, 7});
+}
 
-/* sums[i][r] += x[i, c] * w[r, c] for `slice` columns of M rows of x, side by side in LANES columns each, and ROWS of w. */
-#define STEP(LOAD, M, C)                                                                                               \
-  {                                                                                                                    \
-    vec in[M];                                                                                                         \
-    for (int i = 0; i < M; ++i) {                                                                                      \
-      in[i] = load(x + (C) * M + i * LANES);                                                                           \
-      IN_REGISTER(in[i]);                                                                                              \
-    }                                                                                                                  \
-    for (int r = 0; r < ROWS; ++r) {                                                                                   \
-      vec wr = LOAD(w + r * k + (C));                                                                                  \
-      IN_REGISTER(wr);                                                                                                 \
-      for (int i = 0; i < M; ++i) acc[i][r] += in[i] * wr;                                                             \
-    }                                                                                                                  \
-  }
-#define BLOCK(NAME, TYPE, LOAD, M)                                                                                     \
-  static void NAME##_##M(const float *x, const TYPE *w, vec (*sums)[ROWS], int64_t k, int64_t slice,                   \
-                         Ahead ahead) {                                                                                \
-    vec acc[M][ROWS];                                                                                                  \
-    memcpy(acc, sums, sizeof acc);                                                                                     \
-    const int64_t in_line = LINE / sizeof(TYPE), whole = slice / in_line * in_line;                                    \
-    for (int64_t c = 0; c < whole; c += in_line) {                                                                     \
-      const TYPE *from = (const TYPE *)ahead.from + c;                                                                 \
-      for (int r = 0; r < ROWS; ++r)                                                                                   \
-        if (r < ahead.near) __builtin_prefetch(from + r * k);                                                          \
-      for (int r = 0; ahead.far && r < ROWS; ++r) __builtin_prefetch(from + r * k, 0, 2);                              \
-      _Pragma("GCC unroll 4") for (int part = 0; part < LINE / (int)sizeof(TYPE); part += LANES)                       \
-        STEP(LOAD, M, c + part)                                                                                        \
-    }                                                                                                                  \
-    for (int64_t c = whole; c < slice; c += LANES) STEP(LOAD, M, c)                                                    \
-    memcpy(sums, acc, sizeof acc);                                                                                     \
-  }
 typedef struct {
   const float *x;
   const void *w;
@@ -120,55 +110,157 @@ typedef struct {
   int64_t group;
 } Product;
 
-/* What rows i .. of m ask for: each its share of `next`, the slice of w that is worked on then, so that memory is never idle
- * and what comes is used before it is pushed out. Rows of int8 are done before it comes, and 9 to 16 of x fill the fastest
- * cache: there the last ones ask for the rows after w and, of floats, those before them for what is behind that. A single row
- * of x reads floats as the processor predicts. Measured. */
-static inline Ahead to_ask(int64_t i, int64_t m, const char *w, const char *next, int64_t row, int is_float) {
-  const int64_t blocks = (m + GROUP - 1) / GROUP, first = i / GROUP * ROWS / blocks, last = (i / GROUP + 1) * ROWS / blocks;
-  if (is_float && m == 1) return (Ahead){w, 0, 0};
-  if (is_float && (blocks <= 2 || blocks > 4)) return (Ahead){next + first * row, last - first, 0};
-  if (i + GROUP >= m) return (Ahead){w + ROWS * row, ROWS, 0};
-  return (Ahead){w + 2 * ROWS * row, 0, is_float};
+/* acc[i][r] += x[i, c] * w[r, c] for LANES columns of M rows of x and ROWS of w, given as what is loaded. KEEPS: all of it
+ * stays in registers, where what is loaded needs none itself. */
+#define STEP(M, X, W, KEEPS)                                                                                           \
+  {                                                                                                                    \
+    vec in[M];                                                                                                         \
+    for (int i = 0; i < M; ++i) {                                                                                      \
+      in[i] = load(X + i * LANES);                                                                                     \
+      IN_REGISTER(in[i]);                                                                                              \
+    }                                                                                                                  \
+    for (int r = 0; r < ROWS; ++r) {                                                                                   \
+      vec wr = W;                                                                                                      \
+      IN_REGISTER(wr);                                                                                                 \
+      for (int i = 0; i < M; ++i) acc[i][r] += in[i] * wr;                                                             \
+      if (KEEPS) STILL_USED(wr);                                                                                       \
+    }                                                                                                                  \
+    for (int i = 0; KEEPS && i < M; ++i) STILL_USED(in[i]);                                                            \
+  }
+
+/* y[i, j + r] = the sum of sums[i][r] (* scale[j + r]) (+ bias[j + r]) */
+static inline void finish(const Product *p, const float *scale, int64_t j, vec (*sums)[ROWS]) {
+  for (int64_t i = 0; i < p->m; ++i) {
+    const quarter factor = scale ? load_quarter(scale + j) : (quarter){1.0f, 1.0f, 1.0f, 1.0f};
+    const quarter bias = p->bias ? load_quarter(p->bias + j) : (quarter){0};
+    quarter y = sums_of_rows(sums[i]) * factor;
+    IN_REGISTER(y); /* rounded before the bias is added, as the operators have it */
+    y += bias;
+    memcpy(p->y + i * p->n + j, &y, sizeof y);
+  }
 }
 
-/* y[i, j] = sum over c of x[i, c] * w[j, c] (* scale[j]) (+ bias[j]). K: a multiple of LANES, N of ROWS. Columns are worked
- * through in slices, so that those of x stay in the fastest cache from one row of w to the next. */
+/* Rows of w to ask for meanwhile: `count` rows from `from` on, `row` bytes from each other, of which a line of the cache
+ * has `in_line` columns. */
+typedef struct {
+  const char *from;
+  int64_t row, in_line;
+  int count;
+} Ahead;
+
+/* What the group of rows i .. of x asks for: its share of the slice of w that is worked on next, behind `slice` columns from
+ * c on of rows j .., so that memory is never idle and what comes is used before it is pushed out. bits: of a number of w. */
+static inline Ahead share_of_next(const Product *p, int64_t i, int64_t j, int64_t c, int64_t slice, int64_t bits) {
+  const int64_t row = p->k * bits / 8, blocks = (p->m + GROUP - 1) / GROUP;
+  const int64_t first = i / GROUP * ROWS / blocks, last = (i / GROUP + 1) * ROWS / blocks;
+  const int64_t next = c + slice < p->k ? j * row + (c + slice) * bits / 8 : (j + ROWS) * row;
+  return (Ahead){(const char *)p->w + next + first * row, row, 8 * LINE / bits, last - first};
+}
+
+/* sums[i][r] += x[i, c] * w[r, c] for `slice` columns of M rows of x and ROWS of w, both side by side in LANES columns each:
+ * rows of w at a distance would need the same bank of the cache at once. */
+#define TILE(M)                                                                                                        \
+  static void tile_##M(const float *x, const float *w, vec (*sums)[ROWS], int64_t slice, Ahead ahead) {                \
+    vec acc[M][ROWS];                                                                                                  \
+    memcpy(acc, sums, sizeof acc);                                                                                     \
+    const int64_t whole = slice / MOST_LANES * MOST_LANES;                                                             \
+    for (int64_t c = 0; c < whole; c += MOST_LANES) {                                                                  \
+      if (!(c & (ahead.in_line - 1)))                                                                                  \
+        for (int r = 0; r < ahead.count; ++r)                                                                          \
+          __builtin_prefetch(ahead.from + r * ahead.row + c / ahead.in_line * LINE);                                   \
+      _Pragma("GCC unroll 4") for (int64_t part = c; part < c + MOST_LANES; part += LANES)                             \
+        STEP(M, x + part * M, load(w + part * ROWS + r * LANES), 1)                                                    \
+    }                                                                                                                  \
+    for (int64_t c = whole; c < slice; c += LANES) STEP(M, x + c * M, load(w + c * ROWS + r * LANES), 1)               \
+    memcpy(sums, acc, sizeof acc);                                                                                     \
+  }
+TILE(1)
+TILE(2)
+TILE(3)
+IF_FOUR(TILE(4))
+
+/* `slice` columns from `from` on of rows j .. of w as floats, side by side */
+typedef void (*Widen)(float *tile, const Product *p, int64_t j, int64_t from, int64_t slice);
+
+/* Columns ROWS * from to ROWS * to of y, for many rows of x: in slices of columns, so that those of x stay in the fastest
+ * cache from one row of w to the next. */
+INLINE void in_tiles(const Product *p, int64_t from, int64_t to, Widen widen, int64_t bits) {
+  vec sums[PANEL][ROWS];
+  float tile[ROWS * SLICE] __attribute__((aligned(LINE)));
+  for (int64_t j = ROWS * from; j < ROWS * to; j += ROWS) {
+    memset(sums, 0, p->m * sizeof *sums);
+    for (int64_t c = 0; c < p->k; c += SLICE) {
+      const int64_t slice = least(p->k - c, SLICE);
+      const float *x = p->x + c * p->m;
+      widen(tile, p, j, c, slice);
+      for (int64_t i = 0; i < p->m; i += GROUP, x += GROUP * slice) {
+        const Ahead ahead = share_of_next(p, i, j, c, slice, bits);
+        switch (least(p->m - i, GROUP)) {
+          case 1: tile_1(x, tile, sums + i, slice, ahead); break;
+          case 2: tile_2(x, tile, sums + i, slice, ahead); break;
+          case 3: tile_3(x, tile, sums + i, slice, ahead); break;
+          IF_FOUR(default: tile_4(x, tile, sums + i, slice, ahead);)
+        }
+      }
+    }
+    finish(p, bits == 4 ? NULL : p->scale, j, sums);
+  }
+}
+
+/* The same with rows of w as they lie, k columns each. */
+#define BLOCK(NAME, TYPE, LOAD, M)                                                                                     \
+  static void NAME##_##M(const float *x, const TYPE *w, vec (*sums)[ROWS], int64_t k, int64_t slice,                   \
+                         Ahead ahead) {                                                                                \
+    vec acc[M][ROWS];                                                                                                  \
+    memcpy(acc, sums, sizeof acc);                                                                                     \
+    const int64_t in_line = LINE / sizeof(TYPE), whole = slice / in_line * in_line;                                    \
+    for (int64_t c = 0; c < whole; c += in_line) {                                                                     \
+      for (int r = 0; r < ahead.count; ++r) __builtin_prefetch(ahead.from + r * ahead.row + c * sizeof(TYPE));         \
+      _Pragma("GCC unroll 4") for (int64_t part = c; part < c + in_line; part += LANES)                                \
+        STEP(M, x + part * M, LOAD(w + r * k + part), 1)                                                               \
+    }                                                                                                                  \
+    for (int64_t c = whole; c < slice; c += LANES) STEP(M, x + c * M, LOAD(w + r * k + c), 1)                          \
+    memcpy(sums, acc, sizeof acc);                                                                                     \
+  }
+
+/* y[i, j] = sum over c of x[i, c] * w[j, c] (* scale[j]) (+ bias[j]). K: a multiple of LANES, N of ROWS. */
 #define PRODUCT(NAME, TYPE, LOAD)                                                                                      \
   BLOCK(NAME, TYPE, LOAD, 1)                                                                                           \
   BLOCK(NAME, TYPE, LOAD, 2)                                                                                           \
   BLOCK(NAME, TYPE, LOAD, 3)                                                                                           \
-  BLOCK(NAME, TYPE, LOAD, 4)                                                                                           \
-  /* the same for so many rows, GROUP at most */                                                                       \
-  static inline void NAME##_rows(int64_t rows, const float *x, const TYPE *w, vec (*sums)[ROWS], int64_t k,            \
-                                 int64_t slice, Ahead ahead) {                                                         \
-    switch (least(rows, GROUP)) {                                                                                      \
-      case 1: NAME##_1(x, w, sums, k, slice, ahead); break;                                                            \
-      case 2: NAME##_2(x, w, sums, k, slice, ahead); break;                                                            \
-      case 3: NAME##_3(x, w, sums, k, slice, ahead); break;                                                            \
-      default: NAME##_4(x, w, sums, k, slice, ahead);                                                                  \
-    }                                                                                                                  \
+  IF_FOUR(BLOCK(NAME, TYPE, LOAD, 4))                                                                                  \
+  static inline void NAME##_widen(float *tile, const Product *p, int64_t j, int64_t from, int64_t slice) {             \
+    const TYPE *w = (const TYPE *)p->w + j * p->k + from;                                                              \
+    for (int64_t c = 0; c < slice; c += LANES)                                                                         \
+      for (int r = 0; r < ROWS; ++r, tile += LANES) *(vec *)tile = LOAD(w + r * p->k + c);                             \
   }                                                                                                                    \
   /* columns ROWS * from to ROWS * to of y */                                                                          \
   static void NAME##_columns(const void *with, int64_t from, int64_t to) {                                             \
     const Product p = *(const Product *)with;                                                                          \
-    const int64_t k = p.k, n = p.n, most = p.m > GROUP ? SLICE : k, row = k * sizeof(TYPE);                            \
-    vec sums[PANEL][ROWS];                                                                                             \
+    if (p.m > IN_PLACE) {                                                                                              \
+      in_tiles(&p, from, to, NAME##_widen, 8 * sizeof(TYPE));                                                          \
+      return;                                                                                                          \
+    }                                                                                                                  \
+    const int64_t most = p.m > GROUP ? SLICE : p.k;                                                                    \
+    vec sums[IN_PLACE][ROWS];                                                                                          \
     for (int64_t j = ROWS * from; j < ROWS * to; j += ROWS) {                                                          \
       memset(sums, 0, p.m * sizeof *sums);                                                                             \
-      for (int64_t c = 0; c < k; c += most) {                                                                          \
-        const TYPE *w = (const TYPE *)p.w + j * k + c;                                                                 \
-        const int64_t slice = k - c < most ? k - c : most;                                                             \
-        const void *next = c + slice < k ? w + slice : (const TYPE *)p.w + (j + ROWS) * k;                             \
+      for (int64_t c = 0; c < p.k; c += most) {                                                                        \
+        const TYPE *w = (const TYPE *)p.w + j * p.k + c;                                                               \
+        const int64_t slice = least(p.k - c, most);                                                                    \
         const float *x = p.x + c * p.m;                                                                                \
         for (int64_t i = 0; i < p.m; i += GROUP, x += GROUP * slice) {                                                 \
-          const Ahead ahead = to_ask(i, p.m, (const void *)w, next, row, sizeof(TYPE) == sizeof(float));               \
-          NAME##_rows(p.m - i, x, w, sums + i, k, slice, ahead);                                                       \
+          Ahead ahead = share_of_next(&p, i, j, c, slice, 8 * sizeof(TYPE));                                           \
+          if (p.m == 1 && sizeof(TYPE) == sizeof(float)) ahead.count = 0; /* it comes as the processor predicts */     \
+          switch (least(p.m - i, GROUP)) {                                                                             \
+            case 1: NAME##_1(x, w, sums + i, p.k, slice, ahead); break;                                                \
+            case 2: NAME##_2(x, w, sums + i, p.k, slice, ahead); break;                                                \
+            case 3: NAME##_3(x, w, sums + i, p.k, slice, ahead); break;                                                \
+            IF_FOUR(default: NAME##_4(x, w, sums + i, p.k, slice, ahead);)                                             \
+          }                                                                                                            \
         }                                                                                                              \
       }                                                                                                                \
-      for (int64_t i = 0; i < p.m; ++i)                                                                                \
-        for (int r = 0; r < ROWS; ++r)                                                                                 \
-          p.y[i * n + j + r] = sum(sums[i][r]) * (p.scale ? p.scale[j + r] : 1.0f) + (p.bias ? p.bias[j + r] : 0.0f);  \
+      finish(&p, p.scale, j, sums);                                                                                    \
     }                                                                                                                  \
   }                                                                                                                    \
   /* Not 0: there is no memory. */                                                                                     \
@@ -209,120 +301,6 @@ static int in_panels(Work columns, Product p) {
 PRODUCT(product, float, load)
 PRODUCT(product8, int8_t, load8)
 
-/* int4: 2 * MOST_LANES columns of a row in MOST_LANES bytes, the first half of them in the low bits. An entry is (q - zero) *
- * scale of its group, rounded once, as the operators have it: where the processor can choose from 16 floats, a group's are computed once. */
-#define ZERO 8 /* where groups have no zero point of their own */
-#if defined(__AVX512F__)
-typedef vec Levels;
-static inline Levels levels(float scale, float zero) {
-  return ((vec){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} - zero) * scale;
-}
-static inline vec load4(const uint8_t *from, Levels of, int half) {
-  const __m512i q = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from)); /* the choice is by the 4 lowest bits */
-  return (vec)_mm512_permutexvar_ps(half ? _mm512_srli_epi32(q, 4) : q, (__m512)of);
-}
-#else
-typedef struct {
-  float scale, zero;
-} Levels;
-static inline Levels levels(float scale, float zero) { return (Levels){scale, zero}; }
-static inline vec load4(const uint8_t *from, Levels of, int half) {
-#if defined(__AVX2__)
-  const __m128i both = _mm_loadl_epi64((const __m128i *)from), q = half ? _mm_srli_epi16(both, 4) : both;
-  const vec v = (vec)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_and_si128(q, _mm_set1_epi8(15))));
-#else
-  vec v;
-  for (int i = 0; i < LANES; ++i) v[i] = half ? from[i] >> 4 : from[i] & 15;
-#endif
-  return (v - of.zero) * of.scale;
-}
-#endif
-
-/* sums[i][r] as above, for `slice` columns from `from` on and the rows of w from j on */
-#define BLOCK4(M)                                                                                                      \
-  static void product4_##M(const float *x, const Product *p, int64_t j, int64_t from, int64_t slice,                   \
-                           vec (*sums)[ROWS]) {                                                                        \
-    vec acc[M][ROWS];                                                                                                  \
-    memcpy(acc, sums, sizeof acc);                                                                                     \
-    const int64_t row = p->k / 2, groups = p->k / p->group;                                                            \
-    const uint8_t *w = (const uint8_t *)p->w + j * row + from / 2;                                                     \
-    for (int64_t c = 0; c < slice;) {                                                                                  \
-      const int64_t g = (from + c) / p->group, next = (g + 1) * p->group - from, end = next < slice ? next : slice;    \
-      Levels of[ROWS];                                                                                                 \
-      for (int r = 0; r < ROWS; ++r) {                                                                                 \
-        const int64_t at = (j + r) * groups + g;                                                                       \
-        of[r] = levels(p->scale[at], p->zero ? p->zero[at] : ZERO);                                                    \
-        __builtin_prefetch(w + (ROWS + r) * row + c / 2);                                                              \
-      }                                                                                                                \
-      for (; c < end; c += 2 * MOST_LANES)                                                                             \
-        for (int part = 0; part < 2 * MOST_LANES; part += LANES) {                                                     \
-          vec in[M];                                                                                                   \
-          for (int i = 0; i < M; ++i) {                                                                                \
-            in[i] = load(x + (c + part) * M + i * LANES);                                                              \
-            IN_REGISTER(in[i]);                                                                                        \
-          }                                                                                                            \
-          for (int r = 0; r < ROWS; ++r) {                                                                             \
-            vec wr = load4(w + r * row + c / 2 + part % MOST_LANES, of[r], part / MOST_LANES);                         \
-            IN_REGISTER(wr);                                                                                           \
-            for (int i = 0; i < M; ++i) acc[i][r] += in[i] * wr;                                                       \
-          }                                                                                                            \
-        }                                                                                                              \
-    }                                                                                                                  \
-    memcpy(sums, acc, sizeof acc);                                                                                     \
-  }
-BLOCK4(1)
-BLOCK4(2)
-BLOCK4(3)
-#if GROUP == 4
-BLOCK4(4)
-#endif
-
-/* `slice` columns from `from` on of rows j .. of w as floats, SLICE from each other */
-static void widen4(float *wide, const Product *p, int64_t j, int64_t from, int64_t slice) {
-  for (int64_t r = j; r < j + ROWS; ++r, wide += SLICE)
-    for (int64_t c = from; c < from + slice; c += 2 * MOST_LANES) {
-      const int64_t at = (r * p->k + c) / p->group;
-      const uint8_t *w = (const uint8_t *)p->w + (r * p->k + c) / 2;
-      const Levels of = levels(p->scale[at], p->zero ? p->zero[at] : ZERO);
-      for (int part = 0; part < 2 * MOST_LANES; part += LANES)
-        *(vec *)(wide + c - from + part) = load4(w + part % MOST_LANES, of, part / MOST_LANES);
-    }
-}
-
-/* For few rows of x numbers are widened where they are used, for more of them before. */
-static void product4_columns(const void *with, int64_t from, int64_t to) {
-  const Product p = *(const Product *)with;
-  const int64_t k = p.k, most = p.m > GROUP ? SLICE : k;
-  vec sums[PANEL][ROWS];
-  float wide[ROWS * SLICE];
-  for (int64_t j = ROWS * from; j < ROWS * to; j += ROWS) {
-    memset(sums, 0, p.m * sizeof *sums);
-    for (int64_t c = 0; c < k; c += most) {
-      const int64_t slice = least(k - c, most);
-      const float *x = p.x + c * p.m;
-      if (p.m > GROUP) widen4(wide, &p, j, c, slice);
-      for (int64_t i = 0; p.m > GROUP && i < p.m; i += GROUP, x += GROUP * slice)
-        product_rows(p.m - i, x, wide, sums + i, SLICE, slice, (Ahead){NULL, 0, 0});
-      switch (p.m) {
-        case 1: product4_1(x, &p, j, c, slice, sums); break;
-        case 2: product4_2(x, &p, j, c, slice, sums); break;
-        case 3: product4_3(x, &p, j, c, slice, sums); break;
-#if GROUP == 4
-        case 4: product4_4(x, &p, j, c, slice, sums);
-#endif
-      }
-    }
-    for (int64_t i = 0; i < p.m; ++i)
-      for (int r = 0; r < ROWS; ++r) p.y[i * p.n + j + r] = sum(sums[i][r]) + (p.bias ? p.bias[j + r] : 0.0f);
-  }
-}
-
-/* x (M, K), w (N, K/32, 16), scale and zero (N, groups), zero or bias (N,) or none -> y (M, N). Not 0: there is no memory. */
-static int product4(const float *x, const void *w, const float *scale, const uint8_t *zero, const float *bias, float *y,
-                    int64_t m, int64_t k, int64_t n, int64_t groups) {
-  return in_panels(product4_columns, (Product){x, w, scale, bias, y, m, k, n, zero, k / groups});
-}
-
 /* x (M, K), w (N, K), bias (N,) or none, float32 -> (M, N); K a multiple of LANES, N of ROWS */
 int linear(int count, void **p, int *dims, int64_t **shapes, const char **types, void *stream, void *extra) {
   return product(p[0], p[1], NULL, count > 3 ? p[2] : NULL, p[count - 1], shapes[0][0], shapes[0][1], shapes[1][0]);
@@ -331,16 +309,4 @@ int linear(int count, void **p, int *dims, int64_t **shapes, const char **types,
 /* the same with w int8 and its scale, (N,), (N, 1) or (1, N), before the bias */
 int linear_int8(int count, void **p, int *dims, int64_t **shapes, const char **types, void *stream, void *extra) {
   return product8(p[0], p[1], p[2], count > 4 ? p[3] : NULL, p[count - 1], shapes[0][0], shapes[0][1], shapes[1][0]);
-}
-
-/* the same with w int4 (N, K/32, 16) and its scales (N, groups) */
-int linear_int4(int count, void **p, int *dims, int64_t **shapes, const char **types, void *stream, void *extra) {
-  return product4(p[0], p[1], p[2], NULL, count > 4 ? p[3] : NULL, p[count - 1], shapes[0][0], shapes[0][1], shapes[1][0],
-                  shapes[2][1]);
-}
-
-/* and with zero points (N, groups) behind the scales */
-int linear_int4_zeros(int count, void **p, int *dims, int64_t **shapes, const char **types, void *stream, void *extra) {
-  return product4(p[0], p[1], p[2], p[3], count > 5 ? p[4] : NULL, p[count - 1], shapes[0][0], shapes[0][1], shapes[1][0],
-                  shapes[2][1]);
 }

@@ -25,7 +25,8 @@ def call():
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("rows", "columns"), [*((n, 96) for n in (1, 2, 3, 4, 5, 8, 13, 16)), (3, 1104), (21, 1104), (70, 528)]
+    ("rows", "columns"),
+    [*((n, 96) for n in (1, 2, 3, 4, 5, 8, 13, 16)), (3, 1104), (5, 1104), (8, 1104), (21, 1104), (70, 528)],
 )
 def test_products(call, rows, columns):
     """More than 512 columns are worked on in slices, more than 64 rows in panels. Tolerances grow with what is added up."""
@@ -50,7 +51,7 @@ def test_products(call, rows, columns):
 
 
 @needs_compiler
-@pytest.mark.parametrize("inner", [3, 17, 32, 1025])
+@pytest.mark.parametrize("inner", [3, 17, 32, 40, 1025, 1048])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 5), (2, 1025), (7, 8), (13, 33)])
 @pytest.mark.parametrize("kind", ["nn", "nt", "tn", "tt"])
 def test_products_of_any_size(call, kind, rows, columns, inner):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 # MindSpore reads these when it is loaded: its warnings are about its own insides, and what its analysis of a network prints
 # as errors, with a C++ call stack, is the text of the exception that follows.
-if os.environ.setdefault("GLOG_v", "3") == "3":  # who asks for more sees all
+if os.environ.setdefault("GLOG_v", "3") == "3":  # another level shows all
     os.environ.setdefault("MS_SUBMODULE_LOG_v", "{ANALYZER:4}")
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from sporeloom.models.parameters import num_parameters
 from sporeloom.planner.closed_forms import job_of, parameter_bytes
 from sporeloom.planner.dimensions import of_decoder
 from sporeloom.planner.errors import interval_values, time_interval
-from sporeloom.planner.memory import expert_parameters, stage_parameters
 from sporeloom.planner.parallelism import Parallelism
+from sporeloom.planner.parameters import expert_parameters, stage_parameters
 from sporeloom.planner.task import adapter_parameters, auxiliary_bytes, task_memory
 from sporeloom.strategy.launching import start_lines
 from sporeloom.strategy.mesh import Mesh

@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 from sporeloom.models.config import ModelConfig
 from sporeloom.planner.dimensions import Dimensions
-from sporeloom.planner.memory import (
+from sporeloom.planner.parallelism import Parallelism, PartLayers
+from sporeloom.planner.parameters import (
     copied_parameters,
     expert_parameters,
     expert_shards,
@@ -20,7 +21,6 @@ from sporeloom.planner.memory import (
     stage_copies,
     stage_parameters,
 )
-from sporeloom.planner.parallelism import Parallelism, PartLayers
 from sporeloom.strategy.config import Strategy
 from sporeloom.strategy.stages import (
     layers_per_stage,

@@ -9,8 +9,8 @@ import math
 from dataclasses import dataclass
 
 from sporeloom.planner.dimensions import Dimensions
-from sporeloom.planner.memory import head_columns
 from sporeloom.planner.parallelism import Parallelism
+from sporeloom.planner.parameters import head_columns
 from sporeloom.planner.rates import KERNEL_HEAD, Rates, all_reduce, all_to_all, axes_bandwidth, groups_along
 
 SCORE_PASSES = 6.5  # products write and read scores; scale, mask, softmax and dropout pass over them

@@ -19,8 +19,8 @@ from sporeloom.planner.layer_time import (
     num_reductions,
 )
 from sporeloom.planner.layer_work import LayerWork, Matrix
-from sporeloom.planner.memory import head_columns
 from sporeloom.planner.parallelism import Parallelism
+from sporeloom.planner.parameters import head_columns
 from sporeloom.planner.rates import KERNEL_HEAD, Rates, all_reduce, float32_speed
 
 BACKWARD_PASSES = 1.5  # passes over memory of a layer's backward, relative to its forward, where no part declares them

@@ -12,18 +12,12 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from sporeloom.planner.activations import KeptActivations, held_activations
 from sporeloom.planner.dimensions import Dimensions
 from sporeloom.planner.errors import memory_errors
-from sporeloom.planner.memory import (
-    KeptActivations,
-    StageMemory,
-    expert_parameters,
-    expert_shards,
-    held_activations,
-    layer_parameters,
-    stage_memory,
-)
+from sporeloom.planner.memory import StageMemory, stage_memory
 from sporeloom.planner.parallelism import Parallelism
+from sporeloom.planner.parameters import expert_parameters, expert_shards, layer_parameters
 from sporeloom.planner.published import PublishedRun
 from sporeloom.planner.recipe_memory import recipe_activations
 from sporeloom.planner.recipes import recipes

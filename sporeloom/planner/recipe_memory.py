@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from sporeloom.planner.activations import KeptActivations
 from sporeloom.planner.dimensions import Dimensions
-from sporeloom.planner.memory import KeptActivations
 from sporeloom.planner.parallelism import Parallelism
 from sporeloom.planner.recipes import Recipe
 

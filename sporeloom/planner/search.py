@@ -13,10 +13,11 @@ from typing import Annotated
 from sporeloom.core.command_line import check_numbers
 from sporeloom.core.errors import ConfigError
 from sporeloom.core.numbers import Bounds, Count, Natural
+from sporeloom.planner.activations import KeptActivations, held_activations
 from sporeloom.planner.closed_forms import Precision, optimizer_sharding
 from sporeloom.planner.cluster import Cluster
 from sporeloom.planner.dimensions import Dimensions
-from sporeloom.planner.memory import KeptActivations, StageMemory, held_activations
+from sporeloom.planner.memory import StageMemory
 from sporeloom.planner.parallelism import Parallelism, Recomputation, even_parts
 from sporeloom.planner.step_time import StepTime, flops_per_device, step_time
 from sporeloom.planner.task import PLAIN_TEXT, TrainedTask, adapter_parameters, task_memory

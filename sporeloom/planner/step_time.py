@@ -7,20 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from sporeloom.planner.activations import layer_activations
 from sporeloom.planner.cluster import Cluster, Overlap
 from sporeloom.planner.dimensions import Dimensions
 from sporeloom.planner.layer_time import attention_core, unneeded_entries, unneeded_result
 from sporeloom.planner.members import pairs
-from sporeloom.planner.memory import (
-    cut_parameters,
-    expert_parameters,
-    expert_shards,
-    layer_activations,
-    moments_on_host,
-    second_moments_saved,
-    stage_parameters,
-)
+from sporeloom.planner.memory import moments_on_host, second_moments_saved
 from sporeloom.planner.parallelism import Parallelism
+from sporeloom.planner.parameters import cut_parameters, expert_parameters, expert_shards, stage_parameters
 from sporeloom.planner.parts_time import head_passes, layer_passes, times
 from sporeloom.planner.rates import Rates, all_reduce, axes_bandwidth, groups_along, ring_latency, slowest_ring
 from sporeloom.strategy.listed_schedule import ListedSchedule, Pass

@@ -22,10 +22,12 @@ from sporeloom.models.adapters import HEAD, LoRAConfig
 from sporeloom.models.config import ModelConfig
 from sporeloom.models.family import size_config
 from sporeloom.models.slots import num_slots_for
+from sporeloom.planner.activations import layer_activations
 from sporeloom.planner.closed_forms import parameter_bytes
 from sporeloom.planner.dimensions import Dimensions, of_decoder
-from sporeloom.planner.memory import StageMemory, head_columns, layer_activations, stage_memory
+from sporeloom.planner.memory import StageMemory, stage_memory
 from sporeloom.planner.parallelism import Parallelism
+from sporeloom.planner.parameters import head_columns
 from sporeloom.strategy.flags import StateDtype
 
 TaskName = Literal["pretraining", "sft", "reward", "dpo", "simpo", "orpo", "kto", "grpo", "ppo"]

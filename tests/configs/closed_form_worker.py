@@ -10,10 +10,11 @@ from sporeloom.dry_run.config import DryRunConfig, check
 from sporeloom.dry_run.memory.run import memory_timeline
 from sporeloom.dry_run.partitioned import partition_model
 from sporeloom.dry_run.time.run import step_times
+from sporeloom.planner.activations import KeptActivations
 from sporeloom.planner.closed_forms import job_of
 from sporeloom.planner.cluster import read_cluster
 from sporeloom.planner.dimensions import of_decoder
-from sporeloom.planner.memory import KeptActivations, stage_memory
+from sporeloom.planner.memory import stage_memory
 from sporeloom.planner.step_time import step_time
 
 

@@ -13,19 +13,14 @@ from sporeloom.core.command_line import parse_args
 from sporeloom.models.family import size_config
 from sporeloom.models.parameters import num_parameters, parameter_shapes
 from sporeloom.planner import step_time as step_time_module
+from sporeloom.planner.activations import layer_activations
 from sporeloom.planner.cluster import Cluster, Efficiency, Overlap, read_cluster
 from sporeloom.planner.dimensions import Dimensions, of_decoder
 from sporeloom.planner.layer_time import head_forward, layer_forward
 from sporeloom.planner.members import every
-from sporeloom.planner.memory import (
-    expert_parameters,
-    layer_activations,
-    layer_parameters,
-    stage_copies,
-    stage_memory,
-    stage_parameters,
-)
+from sporeloom.planner.memory import stage_memory
 from sporeloom.planner.parallelism import Parallelism, PartLayers
+from sporeloom.planner.parameters import expert_parameters, layer_parameters, stage_copies, stage_parameters
 from sporeloom.planner.rates import Rates, group_bandwidth, ring_latency
 from sporeloom.planner.search import describe, search
 from sporeloom.planner.step_time import flops_per_device, step_time

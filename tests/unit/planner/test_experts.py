@@ -10,8 +10,8 @@ from sporeloom.models.family import size_config
 from sporeloom.planner.cluster import Cluster
 from sporeloom.planner.dimensions import of_decoder
 from sporeloom.planner.members import every
-from sporeloom.planner.memory import expert_parameters, expert_shards, stage_parameters
 from sporeloom.planner.parallelism import Parallelism
+from sporeloom.planner.parameters import expert_parameters, expert_shards, stage_parameters
 from sporeloom.planner.published_experts import describe_experts, is_of_experts, read_expert_rows
 from sporeloom.planner.rates import all_to_all
 from sporeloom.planner.search import PlanRequest, search

@@ -12,8 +12,9 @@ from sporeloom.models.adapters import LoRAConfig
 from sporeloom.planner.cluster import Cluster
 from sporeloom.planner.dimensions import Dimensions
 from sporeloom.planner.errors import GB, MEMORY_ERRORS, MemoryInterval, NoInterval, memory_errors, memory_interval
-from sporeloom.planner.memory import expert_parameters, stage_memory, stage_parameters
+from sporeloom.planner.memory import stage_memory
 from sporeloom.planner.parallelism import Parallelism
+from sporeloom.planner.parameters import expert_parameters, stage_parameters
 from sporeloom.planner.published import PublishedRun, describe, read_rows
 from sporeloom.planner.published_experts import describe_experts, read_expert_rows
 from sporeloom.planner.published_memory import ENGINES, engine_of, engine_stages, run_memory

@@ -24,9 +24,10 @@ from sporeloom.strategy.loader import load_strategy
 from sporeloom.train.optim import SGD
 
 
-def inference(path, size, rank, length, weights):
+def inference(path, size, num_layers, rank, length, weights):
     """Collectives and local parameters of a cached forward pass."""
-    strategy, config = load_strategy(path, for_inference=True), size_config("pangu", size)
+    strategy = load_strategy(path, for_inference=True)
+    config = size_config("pangu", size).with_layers(num_layers)
     rows, slots = 2 * strategy.mesh.dp, 256
     net = build_model("pangu", config, strategy, (rows, slots), WEIGHT_FORMATS[weights])
     shapes = [(rows, length), (rows, length), (rows,), (rows, config.kv_heads, length, 3)]

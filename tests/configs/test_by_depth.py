@@ -22,12 +22,6 @@ CASES = {  # strategy, layers, rank
         7,
         3,
     ),
-    "a stage in the midst, sharded by the optimizer": (
-        "mesh: {pp: 4, dp: 2}\npipeline: {num_microbatches: 4, stages: {num_layers: [1, 4, 1, 1]}}\n"
-        "recompute: {layers: all}\noptimizer_parallel: {axis: dp}\n",
-        7,
-        2,
-    ),
 }
 
 

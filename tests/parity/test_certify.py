@@ -188,7 +188,7 @@ SMALL = ("--batch-size", 4, "--seq-len", 64, "--processes", 2)
 
 @pytest.mark.parametrize(
     ("task", "mesh"),
-    [("simpo", "tp: 2"), ("orpo", "pp: 2}\npipeline: {num_microbatches: 2"), ("kto", "dp: 2")],
+    [("simpo", "tp: 2"), ("orpo", "pp: 2}\npipeline: {num_microbatches: 2")],
 )
 def test_preferences_are_certified(tmp_path, write, task, mesh):
     strategy = write("s.yaml", f"mesh: {{{mesh}}}\nrules: {CONFIGS / 'rules/decoder.yaml'}\n")

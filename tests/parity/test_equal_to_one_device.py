@@ -32,7 +32,6 @@ CASES = [
     "pangu_tiny_tp2_pp2+embedded+shallow",
     "pangu_tiny_tp2_pp2_recompute+palm+shallow",  # one such head
     "pangu_tiny_tp2_pp2_selective+dropout+shallow",
-    "pangu_tiny_dp2_pp2+flash+embedded+shallow",
     "pangu_tiny_pp4+codegeex4",
     "pangu_tiny_tp2_pp2_interleaved+dropout",
     "pangu_tiny_dp2_pp2_zero+gpipe+codegeex4",  # virtual stages, too
@@ -44,24 +43,18 @@ CASES = [
     "pangu_tiny_cp2_tp2+flash+embedded+shallow",
     "pangu_tiny_dp2_cp2_ulysses+dropout+shallow",
     "pangu_tiny_dp2_tp2_sp+dropping+dropout+embedded+shallow",
-    "pangu_tiny_tp2_pp2_recompute+dropping",
     "pangu_pro_moe_tiny_ep2_tp2+moge+shallow",
     "pangu_pro_moe_tiny_ep2_pp2+moe+shallow",  # the last stage has no experts
     "pangu_pro_moe_tiny_ep2_tp2+moge+ep_over_tp+shallow",
-    "pangu_switch_tiny_dp4_ep2_zero+moe+shallow",
     "pangu_pro_moe_tiny_ep2_tp2+latent_moe+shallow",
     "pangu_pro_moe_tiny_ep2_tp2+sigma+shallow",  # texts of two domains
     "pangu_tiny_dp2_pp2+latent+shallow",  # multi-token prediction in the last stage
     "pangu_tiny_tp2_pp2_recompute+two+shallow",
-    "pangu_tiny_dp2_pp2+zero_bubble_v+latent+shards",
-    "pangu_pro_moe_tiny_ep2_tp2+two_moe+ep_over_tp+shallow",
     "pangu_pro_moe_tiny_ep2_tp2+moge+cp_for_tp+shallow",  # experts drop tokens
     "pangu_tiny_dp2_tp2_zero+accumulate+two+flash+shallow",  # masks with windows, sinks and chosen tokens
-    "pangu_tiny_dp2_tp2_zero+accumulate+latent_indexer+shallow",
     "pangu_tiny_dp2_tp2_sp+latent_indexer+shallow",
     "pangu_tiny_cp2_tp2+latent+flash+shallow",
     "pangu_tiny_tp2_pp2_recompute+latent_indexer+shallow",
-    "pangu_pro_moe_tiny_ep2_pp2+two_moe_indexer+shallow",
     "pangu_pro_moe_tiny_ep2_tp2+two_moe_indexer+cp_for_tp+shallow",
     "pangu_pro_moe_tiny_ep2_tp2+dropless+no_ep+shallow",  # each rank sorts its rows by expert
     "pangu_pro_moe_tiny_ep2_tp2+dropless+shallow",  # ranks gather each other's tokens
@@ -71,8 +64,6 @@ CASES = [
     "pangu_pro_moe_tiny_ep2_tp2+hash_dropless+ep_over_tp+shallow",
     "pangu_pro_moe_tiny_ep2_pp2+dropless+shallow",
     "pangu_switch_tiny_dp4_ep2_zero+again+accumulate+dropless+shallow",
-    "pangu_pro_moe_tiny_ep2_tp2+dropless+no_ep+cp_for_tp+shallow",
-    "pangu_pro_moe_tiny_ep2_pp2+dropless+no_ep+shallow",
 ]
 IN_SHORT = [
     "pangu_tiny_dp2_tp2+clip+shallow",
@@ -151,9 +142,7 @@ def test_losses_and_gradient_norms_of_five_steps(results, case, optimizer):
             else:  # of experts: what each was given, and what was dropped
                 np.testing.assert_array_equal(row[:-1], expected_row[:-1])
     dropped = [row[-2] for counts in expected["counts"] for row in counts if len(row) > 1]
-    takes_all = any(
-        option in ("latent_moe", "two_moe", "two_moe_indexer") or "dropless" in option for option in case.split("+")
-    )
+    takes_all = any(option in ("latent_moe", "two_moe_indexer") or "dropless" in option for option in case.split("+"))
     assert not dropped or any(dropped) != takes_all  # their experts have no capacity
 
 

@@ -87,7 +87,6 @@ MODELS = {
     "moge": ("pangu", "embedded_tiny", {"experts": {**EXPERTS, **MOGE}}),
     "latent": ("pangu", "ultra_moe_tiny", {"experts": None}),
     "two": ("pangu", "2_tiny", {"experts": None, **OPENPANGU_2}),
-    "two_moe": ("pangu", "2_tiny", {"experts": SIGMOID, **OPENPANGU_2}),
     "latent_indexer": ("pangu", "ultra_moe_tiny", {"experts": None, "indexer": TRAINED_INDEXER}),
     "two_moe_indexer": ("pangu", "2_tiny", {"experts": SIGMOID, **OPENPANGU_2, "indexer": TRAINED_INDEXER}),
     "dropless": ("pangu", "tiny", {"experts": DROPLESS}),

@@ -73,11 +73,10 @@ def test_a_published_model():
     check(call(WORKER, "compared", str(shared("golden_v3/pangu_ultra_moe/case_a")), None, 4, 3), 2e-4)
 
 
-@pytest.mark.parametrize(("weights", "dtype"), [("int8", "float32"), ("int4-g32", "bfloat16")])
-def test_narrow_weights(weights, dtype, checkpoint_of):
+def test_narrow_weights(checkpoint_of):
     latent = dataclasses.replace(DEEPSEEK.latent, query_width=64)  # groups of 32 columns
-    folder = checkpoint_of(dataclasses.replace(DEEPSEEK, num_mtp_layers=1, compute_dtype=dtype, latent=latent))
-    found = call(WORKER, "held_as", str(folder), weights, timeout=800)
+    folder = checkpoint_of(dataclasses.replace(DEEPSEEK, num_mtp_layers=1, compute_dtype="bfloat16", latent=latent))
+    found = call(WORKER, "held_as", str(folder), "int4-g32", timeout=800)
     assert found["drafts"] == found["plain"] and found["drafted"] > 10
 
 

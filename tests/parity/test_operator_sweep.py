@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operators in layouts, forward and backward: equal to one device or refused.
 
-`benchmarks/operators.py` tries all layouts; here each group of functions meets one on two ranks and one on four.
+`benchmarks/operators.py` tries all layouts; here each group of functions meets one of them, on two ranks or four.
 """
 
 import math
@@ -22,8 +22,10 @@ def told():
 
 
 def test_every_function_is_met(told):
-    assert told["groups"] == len(told["outcomes"]) and sum(map(len, told["outcomes"][0].values())) >= 32
-    assert sum(len(of) for group in told["outcomes"] for of in group.values()) >= 500
+    assert (
+        told["groups"] == len(told["outcomes"]) > len({scheme for group in told["outcomes"] for scheme in group}) == 8
+    )
+    assert sum(len(of) for group in told["outcomes"] for of in group.values()) >= 250
 
 
 def test_none_is_wrong(told):

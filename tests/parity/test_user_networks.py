@@ -49,19 +49,6 @@ IN_STAGES = (
     "checked gan",
 )
 """Tried in a pipeline, too, in the short tests: those whose batch is divided into microbatches, and those whose is not."""
-WITHOUT_STAGES = (
-    "adagrad",
-    "rms prop",
-    "adadelta",
-    "ada max",
-    "rprop",
-    "hinge",
-    "huber",
-    "focal",
-    "binary",
-    "written swish",
-)
-"""Not tried in a pipeline: to it they are as "adam", "smooth l1", and "written gelu"."""
 AT_ONCE = 16
 """In one job: to start processes, and to train each network on one device, takes longer than a mesh does."""
 
@@ -73,15 +60,10 @@ def jobs(names):
 
 
 SHORT, LONG = [n for n in NAMES if n in ALSO_IN_SHORT], [n for n in NAMES if n not in ALSO_IN_SHORT]
-STAGED = [n for n in LONG if n not in WITHOUT_STAGES and n not in IN_STAGES]
 JOBS = [
     *((names, ("dp2 tp2",)) for names in jobs(SHORT)),
     *((names, ("pp2 dp2",)) for names in jobs(IN_STAGES)),
-    *(pytest.param(names, ("dp2 tp2", "pp2 dp2"), marks=pytest.mark.long) for names in jobs(STAGED)),
-    *(
-        pytest.param(names, ("dp2 tp2",), marks=pytest.mark.long)
-        for names in jobs([n for n in LONG if n not in STAGED])
-    ),
+    *(pytest.param(names, ("dp2 tp2",), marks=pytest.mark.long) for names in jobs(LONG)),
     *(
         pytest.param(names, ("pp2 dp2",), marks=pytest.mark.long)
         for names in jobs([n for n in SHORT if n not in IN_STAGES])
@@ -105,5 +87,5 @@ def test_a_fault_of_the_partitioner_is_told_by_a_checked_first_step():
 
 
 def test_the_names_are_those_of_the_cases():
-    assert set(call(WORKER, "names")) == set(NAMES) and {*ALSO_IN_SHORT, *BY_ROWS, *WITHOUT_STAGES} <= set(NAMES)
+    assert set(call(WORKER, "names")) == set(NAMES) and {*ALSO_IN_SHORT, *IN_STAGES, *BY_ROWS} <= set(NAMES)
     assert len(NAMES) >= 60

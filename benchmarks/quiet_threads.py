@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of CPU processes that share cores, with idle threads that sleep and with those of MindSpore, which poll. Writes
-benchmarks/results/quiet_threads.md.
+"""Steps of CPU processes that share cores, with threads that leave them to others and with those of MindSpore, which poll.
+Writes benchmarks/results/quiet_threads.md.
 
 python benchmarks/quiet_threads.py [--rounds N] [--steps N]
 

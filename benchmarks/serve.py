@@ -217,8 +217,8 @@ def main():
         f"{LONG_OUTPUT} tokens out (target: 5): a prompt is as much work in company as alone. By processor time they are "
         f"{times[0] / times[1]:.1f} and {times[2] / times[3]:.1f} times as cheap.",
         "",
-        f"Between two tokens of a stream: {np.median(calm) * 1e3:.0f} ms alone; {np.median(beside) * 1e3:.0f} ms, at most "
-        f"{beside.max() * 1e3:.0f} ms, while a prompt of {LONG} tokens is worked through, which takes {seconds:.1f} s: "
+        f"Inter-token latency of a stream: {np.median(calm) * 1e3:.0f} ms alone; {np.median(beside) * 1e3:.0f} ms, at most "
+        f"{beside.max() * 1e3:.0f} ms, while a prompt of {LONG} tokens is prefilled, which takes {seconds:.1f} s: "
         f"{np.median(beside) / np.median(calm):.1f} times (target: at most 2).",
         "",
         f"A prompt of {LONG} tokens alone: {alone:.1f} s to its first token.",

@@ -15,7 +15,7 @@ from conftest import CONFIGS, call
 from sporeloom.strategy.loader import load_strategy
 
 WORKER = "tests/parity/worker.py"
-# Every strategy, every option, and each model with each kind of parallelism: pairs of these, not all their products.
+# Every strategy, every option and every model, in pairs that differ in what is sharded, not in all their products.
 CASES = [
     "pangu_tiny_dp4+offload+embedded+shallow",
     "pangu_tiny_dp2_tp2+clip+shallow",

@@ -27,15 +27,13 @@ PARTS = {
     "latent": {},
     "latent_plain": PLAIN,
     "convolutions_and_sinks": {"latent": {**LATENT, "conv_width": 3, "num_sinks": 128}},
-    "indexer": {"indexer": INDEXER},
     "trained_indexer": {"indexer": {**INDEXER, "loss_coefficient": 0.01}},
     "streams": {"streams": {"num_streams": 4, "rounds": 4, "norm_layers": [1]}},
     "multi_token_prediction": {"num_mtp_layers": 1},
 }
-ALL = PARTS["convolutions_and_sinks"] | PARTS["indexer"] | PARTS["streams"] | PARTS["multi_token_prediction"]
+ALL = PARTS["convolutions_and_sinks"] | {"indexer": INDEXER} | PARTS["streams"] | PARTS["multi_token_prediction"]
 ONE = "mesh: {dp: 1}\n"
 MESHES = {
-    "one_device": ONE,
     "tp": "mesh: {tp: 4}\n",
     "sp": "mesh: {tp: 4}\nsequence_parallel: true\n",
     "cp": "mesh: {cp: 2}\n",
@@ -67,4 +65,4 @@ def test_each_part_alone(part, write):
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_all_parts_together(mesh, write):
-    check(compared(write, ALL | (PLAIN if mesh in ("one_device", "cp_plain") else {}), MESHES[mesh]))
+    check(compared(write, ALL | (PLAIN if mesh == "cp_plain" else {}), MESHES[mesh]))

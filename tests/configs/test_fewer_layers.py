@@ -50,9 +50,9 @@ CASES = {  # strategy, rules, flags, model, number of graphs that are derived
         {
             **LLAMA,
             "num_kv_heads": None,
-            "num_layers": 14,
+            "num_layers": 12,
             "latent": LATENT,
-            "windows": [8 * (i % 2) for i in range(14)],
+            "windows": [8 * (i % 2) for i in range(12)],
         },
         2,
     ),

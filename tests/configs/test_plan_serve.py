@@ -51,7 +51,7 @@ def test_a_plan_adds_up(alone):
 @pytest.mark.slow
 def test_a_deep_model_is_planned_from_few_layers():
     load = {**SMALL, "input_len": 16, "weights": "w8a8"}
-    found, of_all = call("tests/configs/serving_plan_worker.py", "by_depth_and_of_all", "tiny", 2, load, 5)
+    found, of_all = call("tests/configs/serving_plan_worker.py", "by_depth_and_of_all", "tiny", 2, load, 4)
     for name in ("load", "intervals", "intervals_meaning"):
         assert found.pop(name) == of_all.pop(name)
     assert found.pop("decode_parts") == pytest.approx(of_all.pop("decode_parts"), rel=1e-9)

@@ -22,11 +22,11 @@ PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "d
 SHOWN = ("python", "yaml", "text")
 """Languages of blocks that are read; `sh` and `console` are run. In `console` a command follows `$`, then what it says."""
 DEEP_PAGES = [f"docs/how-to/{name}.md" for name in ("certify", "experts", "published_checkpoints")]
-SHALLOW = [page for page in PAGES if page.startswith("docs/how-to/") and page not in DEEP_PAGES]
-"""Pages whose commands do and say the same whatever the depth."""
 SHORT = [] if os.environ.get("DOCS_IN_FULL") else ["README.md", "docs/how-to/train.md", "docs/tutorials/first_model.md"]
 """Pages whose runs are long, so that models learn something: there each run has two steps, and what the model then answers
 is not compared. With DOCS_IN_FULL=1 runs are as long as the page says, and answers are compared."""
+SHALLOW = [*SHORT, *(page for page in PAGES if page.startswith("docs/how-to/") and page not in DEEP_PAGES)]
+"""Pages whose commands do and say the same whatever the depth."""
 DEEP = {"--run", "--random-ltd-min-value"}
 """But with these flags: a run's file says how many, and tokens are dropped between the first and the last of more."""
 NUMBER = re.compile(r"\d[\d,.e+-]*")

@@ -112,16 +112,18 @@ def test_poems_come_back_as_the_vocabulary_normalizes_them(tmp_path):
 
 def test_any_number_of_workers_writes_the_same_bytes(tmp_path):
     poems, vocabulary = shared("data/zh_poetry.jsonl"), shared("golden/pangu_vocab.model")
-    for workers in (0, 1, 2, 5):
-        make(tmp_path / str(workers), [poems], vocabulary, workers, family="pangu")
+    some = tmp_path / "some.jsonl"
+    some.write_bytes(b"\n".join(poems.read_bytes().split(b"\n")[:8000]))
+    for workers in (0, 1, 5):
+        make(tmp_path / str(workers), [some], vocabulary, workers, family="pangu")
     expected = files(tmp_path / "0")
-    assert all(files(tmp_path / str(workers)) == expected for workers in (1, 2, 5))
+    assert all(files(tmp_path / str(workers)) == expected for workers in (1, 5))
 
 
 def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(tmp_path):
     poems, vocabulary = shared("data/zh_poetry.jsonl"), shared("golden/pangu_vocab.model")
     many = tmp_path / "many.jsonl"
-    many.write_bytes(poems.read_bytes() * 6)
+    many.write_bytes(poems.read_bytes() * 4)
     make(tmp_path / "whole", [many], vocabulary, workers=2, family="pangu")
     code = (
         "import sys, sporeloom.data.tokenize as t; from pathlib import Path\n"

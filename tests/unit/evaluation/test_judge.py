@@ -53,13 +53,13 @@ def installed(request):
 
 
 def test_the_canonical_solutions_pass(installed):
-    """Of every eighth problem, and of those with mistakes; benchmarks/humaneval_x.py runs all 164 in each language."""
+    """Of every 32nd problem, and of those with mistakes; benchmarks/humaneval_x.py runs all 164 in each language."""
     language, problems, toolchain = installed
     assert len(problems) == 164
     known = WRONG_SOLUTIONS.get(language, set()) | UNCERTAIN_SOLUTIONS.get(language, set())
-    chosen = {task: p for i, (task, p) in enumerate(problems.items()) if i % 8 == 0 or task in known}
+    chosen = {task: p for i, (task, p) in enumerate(problems.items()) if i % 32 == 0 or task in known}
     programs = {program(p, language, p["canonical_solution"]): task for task, p in chosen.items()}
-    assert len(programs) >= 21
+    assert len(programs) >= 6
     verdicts = {programs[p]: verdict for p, verdict in judge_all(list(programs), toolchain, Limits(), 20.0)}
     failed = {task: verdict for task, verdict in verdicts.items() if not verdict.passed}
     for task in UNCERTAIN_SOLUTIONS.get(language, ()):

@@ -178,6 +178,6 @@ def test_every_rank_has_what_one_device_has(part):
     assert compare(range(part * 50, part * 50 + 50)) == {"AllReduce", "AllGather", "ReduceScatter", "AllToAll"}
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", range(2))
 def test_so_has_it_in_many_more(part):
     compare(range(1000 + part * 200, 1200 + part * 200))

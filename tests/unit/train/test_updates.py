@@ -135,10 +135,10 @@ def test_a_resumed_run_counts_on(monkeypatch, saved, updates):
     assert training.updates == updates and training.loss_scale.value == 8
 
 
-@pytest.mark.parametrize("num_skipped", [0, 1, 16])
+@pytest.mark.parametrize("num_skipped", [0, 4])
 def test_the_first_update_of_adam_is_as_long_as_the_rate(monkeypatch, num_skipped):
-    """m / (1 - beta1) is g and v / (1 - beta2) g^2, so it is rate * sign(g), as with torch's scaler. Were 16 skipped steps
-    counted, it would be 0.49 of that."""
+    """m / (1 - beta1) is g and v / (1 - beta2) g^2, so it is rate * sign(g), as with torch's scaler. Were 4 skipped steps
+    counted, it would be 0.55 of that."""
     ms.set_context(mode=ms.GRAPH_MODE)
     weight = Parameter(Tensor(np.zeros(2, np.float32)), name="w")
     optimizer = AdamW([weight], beta2=0.999, weight_decay=0.0, bias_correction=True)

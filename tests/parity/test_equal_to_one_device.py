@@ -22,7 +22,7 @@ CASES = [
     "pangu_tiny_dp2_tp2_zero+accumulate+dropout+ultra+shallow",
     "pangu_tiny_dp4_zero+again+dropout+shallow",
     "pangu_tiny_dp2_tp2_zero+again+palm+shallow",  # keys and values are on all four, sharded over two
-    "pangu_tiny_dp2_pp2_zero+again+clip+shallow",
+    "pangu_tiny_dp2_pp2+again+clip+shallow",
     "pangu_tiny_dp2_pp2_zero+shards+clip+shallow",
     "pangu_switch_tiny_dp4_ep2_zero+again+accumulate+moe+shallow",
     "pangu_tiny_dp2_tp2_sp+copies+dropout+shallow",
@@ -36,15 +36,13 @@ CASES = [
     "pangu_tiny_dp2_tp2_sp+dropping+dropout+embedded+shallow",
     "pangu_pro_moe_tiny_ep2_tp2+moge+shallow",
     "pangu_pro_moe_tiny_ep2_pp2+moe+shallow",  # the last stage has no experts
-    "pangu_pro_moe_tiny_ep2_tp2+moge+ep_over_tp+shallow",
     "pangu_pro_moe_tiny_ep2_tp2+latent_moe+shallow",
-    "pangu_tiny_dp2_pp2+latent+flash+shallow",  # multi-token prediction in the last stage
-    "pangu_tiny_tp2_pp2_recompute+two+flash+shallow",  # masks with windows, sinks and chosen tokens
+    # Masks with windows, sinks and chosen tokens; multi-token prediction in the last stage.
+    "pangu_tiny_tp2_pp2_recompute+two+flash+shallow",
     "pangu_tiny_cp2_tp2+latent_indexer+flash+shallow",
     "pangu_pro_moe_tiny_ep2_tp2+moge+cp_for_tp+shallow",  # experts drop tokens
     "pangu_pro_moe_tiny_ep2_tp2+dropless+no_ep+shallow",  # each rank sorts its rows by expert
     "pangu_pro_moe_tiny_ep2_tp2+dropless+shallow",  # ranks gather each other's tokens
-    "pangu_pro_moe_tiny_ep2_tp2+dropless+cp_for_tp+shallow",  # experts have capacity for all tokens
     "pangu_pro_moe_tiny_ep2_tp2+hash_dropless+ep_over_tp+shallow",  # texts of two domains
 ]
 IN_SHORT = [
@@ -56,7 +54,7 @@ IN_SHORT = [
     "pangu_pro_moe_tiny_ep2_tp2+dropless+no_ep+shallow",
     "pangu_tiny_tp2_pp2+copies+flash+embedded+shallow",
     "pangu_tiny_dp2_pp2_zero+shards+clip+shallow",
-    "pangu_tiny_dp2_pp2+latent+flash+shallow",
+    "pangu_pro_moe_tiny_ep2_tp2+latent_moe+shallow",
 ]
 LIKE_WITHOUT = (
     "accumulate",

@@ -75,10 +75,6 @@ def written_rms_norm(d, scale):
     return d * ops.rsqrt((d * d).mean(-1, keep_dims=True) + 1e-5) * scale
 
 
-def factorization_machine(d, scale):
-    return d + 0.5 * (d.sum(1, keepdims=True) ** 2 - (d**2).sum(1, keepdims=True)) * scale
-
-
 def softmax_pooling(d, scale):
     """Attention over the batch."""
     return d * scale + ops.softmax(ops.matmul(d, d.T), -1) @ d
@@ -163,14 +159,6 @@ def ignoring(h, label):
     return ops.cross_entropy(h, label, ignore_index=2)
 
 
-def hinge(h, label):
-    return ops.multi_margin_loss(h, label.astype(ms.int64))
-
-
-def focal(h, label):
-    return ((1 - ops.softmax(h, -1)) ** 2 * -ops.log_softmax(h, -1) * ops.one_hot(label, 8)).sum() / ROWS
-
-
 def positives(h):
     """As many as there happen to be."""
     return (h[h > 0] ** 2).sum()
@@ -226,12 +214,7 @@ CASES = {
         refused=", return (h * float(np.mean(h.asnumpy()))).sum(); a graph computes with operators of MindSpore alone",
     ),
     "ignored labels": layer(ignoring, LABEL),
-    "hinge": layer(hinge, LABEL),
-    "focal": layer(focal, LABEL),
     "written rms norm": trained(lambda: TwoLayers(written_rms_norm), X, THREE, rules=columns("up") | rows("down")),
-    "factorization machine": trained(
-        lambda: TwoLayers(factorization_machine), X, THREE, rules=columns("up") | rows("down")
-    ),
     "attention over the batch": trained(
         lambda: TwoLayers(softmax_pooling), X, THREE, rules=columns("up") | rows("down")
     ),

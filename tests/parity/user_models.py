@@ -48,26 +48,6 @@ class GraphAttention(nn.Cell):
         return ops.cross_entropy(self.head(ops.elu(h)), label)
 
 
-class Translator(nn.Cell):
-    """A GRU encoder, and a decoder of cells that attends to it."""
-
-    def __init__(self):
-        super().__init__()
-        self.source, self.target = nn.Embedding(20, 6), nn.Embedding(20, 6)
-        self.encoder, self.cell = nn.GRU(6, 8, batch_first=True), nn.GRUCell(14, 8)
-        self.head = nn.Dense(16, 20)
-
-    def construct(self, source, target):
-        encoded, hidden = self.encoder(self.source(source))
-        state, loss, embedded = hidden[0], 0.0, self.target(target)
-        for step in range(target.shape[1] - 1):
-            weights = ops.softmax(ops.matmul(encoded, state.expand_dims(-1))[:, :, 0], -1)
-            context = (weights.expand_dims(-1) * encoded).sum(1)
-            state = self.cell(ops.cat((embedded[:, step], context), 1), state)
-            loss = loss + ops.cross_entropy(self.head(ops.cat((state, context), 1)), target[:, step + 1])
-        return loss
-
-
 class Attention(nn.Cell):
     """Heads as users write them; a bias of relative positions, as T5 has it."""
 
@@ -200,18 +180,6 @@ class Speech(nn.Cell):
         return ops.ctc_loss(scores, text, lengths, text_lengths)[0].mean()
 
 
-class Lora(nn.Cell):
-    def __init__(self):
-        super().__init__()
-        self.base, self.head = nn.Dense(6, 8), nn.Dense(8, 3)
-        self.a, self.b = nn.Dense(6, 2, has_bias=False), nn.Dense(2, 8, has_bias=False)
-        for frozen in self.base.get_parameters():
-            frozen.requires_grad = False
-
-    def construct(self, x, label):
-        return ops.cross_entropy(self.head(ops.relu(self.base(x) + self.b(self.a(x)) * 2.0)), label)
-
-
 class TiedAutoencoder(nn.Cell):
     def __init__(self):
         super().__init__()
@@ -220,20 +188,6 @@ class TiedAutoencoder(nn.Cell):
     def construct(self, x):
         made = ops.matmul(ops.sigmoid(self.encode(x)), self.encode.weight) + self.bias
         return ((made - x) ** 2).mean() + self.encode.weight.abs().sum() * 1e-3
-
-
-class Temporal(nn.Cell):
-    """Dilated convolutions in time."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Conv1d(3, 4, 3, dilation=1), nn.Conv1d(4, 4, 3, dilation=2)
-        self.head = nn.Dense(4, 4)
-
-    def construct(self, x, label):
-        x = ops.relu(self.first(x))
-        x = ops.relu(x + self.second(x))
-        return ops.cross_entropy(self.head(x[:, :, -1]), label)
 
 
 class Video(nn.Cell):
@@ -254,7 +208,6 @@ CASES = {
     "graph attention": trained(
         GraphAttention, normal(ROWS, 6), ids(8, 24), ids(8, 24, seed=4), ids(3, ROWS), rules=columns("dense")
     ),
-    "translator": trained(Translator, ids(20, ROWS, 5), ids(20, ROWS, 4, seed=4), rules=columns("head")),
     "bert": trained(
         Bert,
         ids(20, ROWS, 6),
@@ -285,8 +238,6 @@ CASES = {
         Tensor([3] * ROWS, ms.int32),
         rules=columns("head"),
     ),
-    "lora": trained(Lora, normal(ROWS, 6), ids(3, ROWS), rules=columns("base", "b")),
     "tied autoencoder": trained(TiedAutoencoder, normal(ROWS, 12), rules=columns("encode")),
-    "temporal": trained(Temporal, normal(ROWS, 3, 8), FOUR, rules=columns("head")),
     "video": trained(Video, normal(ROWS, 2, 4, 4, 4), FOUR, rules=channels("second", kind="conv3d", dims=5)),
 }

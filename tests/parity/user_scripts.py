@@ -383,7 +383,6 @@ def norms_of_gradients(net, batch):
 
 
 OPTIMIZERS = {
-    "adam": lambda p: nn.Adam(p, 0.01, weight_decay=0.1),
     "rms prop": lambda p: nn.RMSProp(p, 0.01, centered=True, momentum=0.5),
     "groups of parameters": groups,
     "falling rate": falling_rate,

@@ -49,7 +49,7 @@ IN_STAGES = (
     "checked gan",
 )
 """Tried in a pipeline, too: those whose batch is divided into microbatches, and those whose is not."""
-AT_ONCE = 24
+AT_ONCE = 15
 """In one job: to start processes, and to train each network on one device, takes longer than a mesh does."""
 
 pytestmark = pytest.mark.slow

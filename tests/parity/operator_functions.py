@@ -33,6 +33,7 @@ OF_TWO = (
 )
 COMPARED = ("greater", "greater_equal", "less", "less_equal", "not_equal")
 """Whose product with x is looked at, too."""
+ELEMENTWISE = (*PLAIN, *POSITIVE, *SMALL, *IN_STEPS, *OF_TWO, *COMPARED)
 
 
 def acosh(x):
@@ -437,7 +438,7 @@ _defined = {
     for name, function in list(globals().items())
     if inspect.isfunction(function) and not name.startswith("_") and function.__module__ == __name__
 }
-_named_ones = {name: _named(name) for name in (*PLAIN, *POSITIVE, *SMALL, *IN_STEPS) if hasattr(ops, name)}
+_named_ones = {name: _named(name) for name in ELEMENTWISE if name not in (*OF_TWO, *COMPARED) and hasattr(ops, name)}
 _named_ones |= {name: _of_two(name) for name in (*OF_TWO, *COMPARED) if hasattr(ops, name)}
 FUNCTIONS = {**spmd_functions.FUNCTIONS, **_named_ones, **_defined}
 TAKES_TWO = {name for name, function in FUNCTIONS.items() if len(inspect.signature(function).parameters) == 2}

@@ -93,16 +93,6 @@ class Bag(nn.Cell):
         return self.mean(self.square(logits - target)) + seen.sum()
 
 
-class Gru(nn.Cell):
-    def __init__(self):
-        super().__init__()
-        self.gru, self.head = nn.GRU(6, 8, batch_first=True), nn.Dense(8, 3)
-
-    def construct(self, x, target):
-        out, _ = self.gru(x)
-        return ((self.head(out) - target) ** 2).mean()
-
-
 class Lstm(nn.Cell):
     def __init__(self):
         super().__init__()
@@ -148,7 +138,6 @@ def data(name, rows=16):
         "plain": (normal(rows, 12), labels),
         "cnn": (normal(rows, 3, 6, 6), labels),
         "bag": (rng.randint(0, 40, (rows, 7)).astype(np.int32), normal(rows, 40)),
-        "gru": (normal(rows, 5, 6), normal(rows, 5, 3)),
         "lstm": (normal(rows, 5, 6), normal(rows, 5, 3)),
         "encoder": (normal(rows, 5, 16), normal(rows, 5, 3)),
     }[name]
@@ -164,7 +153,6 @@ NETWORKS = {
     "mixture": Mixture,
     "cnn": Cnn,
     "bag": Bag,
-    "gru": Gru,
     "lstm": Lstm,
     "encoder": Encoder,
 }
@@ -251,7 +239,6 @@ WAYS = {
     "step": by_step,
     "step, judged": by_step_then_judged,
     "step, called": by_step_then_called,
-    "gradients": by_gradients,
     "clipped gradients": functools.partial(by_gradients, clip_norm=0.5),
     "accumulation": by_accumulation,
     "model": by_model,

@@ -18,22 +18,22 @@ from sporeloom.strategy.config import SINGLE_DEVICE
 from sporeloom.strategy.loader import strategy_of
 from sporeloom.train.optim import AdamW
 
-MODEL = {"vocab_size": 64, "hidden_size": 32, "num_heads": 4, "seq_len": 16, "num_layers": 8, "dropout_rate": 0.1}
+MODEL = {"vocab_size": 64, "hidden_size": 32, "num_heads": 4, "seq_len": 16, "dropout_rate": 0.1}
 BATCH = 12
 
 
-def train(cases, out):
+def train(cases, layers, out):
     """{name: loss, norm, what this rank ran and the most that it held}, by name of a case; NAME.npz has the gradients.
 
-    `cases`: name -> settings of a strategy file; an empty mapping is one device.
+    `cases`: name -> settings of a strategy file; an empty mapping is one device. `layers`: name -> their number.
     """
-    return {name: _train(settings, Path(out) / f"{name}.npz") for name, settings in cases.items()}
+    return {name: _train(settings, layers[name], Path(out) / f"{name}.npz") for name, settings in cases.items()}
 
 
-def _train(settings, out):
+def _train(settings, layers, out):
     strategy = strategy_of(settings) if settings else SINGLE_DEVICE
     engine = Engine.start(strategy)
-    config = dataclasses.replace(size_config("pangu", "tiny"), **MODEL)
+    config = dataclasses.replace(size_config("pangu", "tiny"), **{**MODEL, "num_layers": layers})
     ms.set_seed(3)
     net = family_module("pangu", "model").ModelWithLoss(config)
     report = parallelize(net, strategy)

@@ -157,6 +157,11 @@ def compare(names, schemes):
     return told
 
 
+def compare_each(names, schemes):
+    """By name of a network what `compare` tells of it alone."""
+    return {name: compare([name], schemes) for name in names}
+
+
 def compared(names, scheme, model, losses, parameters, inputs, backend):
     of_inputs, of_parameters = SCHEMES[scheme]
     grid = DeviceGrid({"dp": 2, "tp": 2})

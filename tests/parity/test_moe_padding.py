@@ -160,7 +160,6 @@ def batch_of(kind, width):
     ("model", "kind"),
     [
         ("switch", "examples"),
-        ("gshard", "packed"),
         ("whole batch", "pretraining"),
         ("moge", "packed"),
         ("sigma", "examples"),

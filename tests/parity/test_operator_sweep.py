@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operators in layouts, forward and backward: equal to one device or refused.
 
-`benchmarks/operators.py` tries all layouts; here each group of functions meets one of them, on two ranks or four.
+`benchmarks/operators.py` tries all functions in all layouts; here each group of them meets one, on two ranks or four.
 """
 
 import math
@@ -21,11 +21,9 @@ def told():
     return call(WORKER, "deterministic_part", timeout=580)
 
 
-def test_every_function_is_met(told):
-    assert (
-        told["groups"] == len(told["outcomes"]) > len({scheme for group in told["outcomes"] for scheme in group}) == 8
-    )
-    assert sum(len(of) for group in told["outcomes"] for of in group.values()) >= 250
+def test_every_layout_is_met(told):
+    assert len(told["outcomes"]) > len({scheme for group in told["outcomes"] for scheme in group}) == 8
+    assert sum(len(of) for group in told["outcomes"] for of in group.values()) >= 200
 
 
 def test_none_is_wrong(told):

@@ -22,13 +22,10 @@ CASES = [
     ("mlp", "step", DP4, None),
     ("mlp", "clipped gradients", DP2_TP2, COLUMNS_AND_ROWS),
     ("mlp", "accumulation", {"tp": 2, "dp": 2}, COLUMNS_AND_ROWS),
-    ("plain", "model", DP4, None),
     ("plain", "model", DP2_TP2, COLUMNS_AND_ROWS),
     ("cnn", "step, judged", DP4, None),
     ("bag", "step", DP4, {"optimizer_parallel": {"axis": "dp"}}),
-    ("gru", "step", {"dp": 2}, None),
     ("lstm", "step", {"dp": 2}, None),
-    ("encoder", "gradients", {"dp": 2}, None),
     ("mixture", "step", DP2_TP2, EXPERTS),
     ("functional", "step", DP2_TP2, {"rules": FUNCTIONAL}),
     ("gated", "step", "auto", {"devices": 4}),
@@ -98,7 +95,6 @@ def test_a_rule_for_an_operator_by_its_kind_shards_it():
     ("name", "mesh", "settings"),
     [
         ("bag", {"dp": 2}, {"optimizer_parallel": {"axis": "dp"}}),
-        ("gated", {"pp": 2}, PIPELINE),
         ("borrowed", {"pp": 2}, PIPELINE),
     ],
 )

@@ -13,7 +13,7 @@ from sporeloom.checkpoint.manifest import FOLDER, read_manifest
 from sporeloom.checkpoint.sharded import CheckpointReader
 from sporeloom.strategy.tensor_slice import TensorSlice
 
-SHIPPED = ("one_device", "pangu_tiny_dp4", "pangu_tiny_dp2_tp2_zero", "pangu_tiny_tp2_pp2", "pangu_tiny_dp2_pp2")
+SHIPPED = ("one_device", "pangu_tiny_dp2_tp2_zero", "pangu_tiny_tp2_pp2", "pangu_tiny_dp2_pp2")
 MESHES = SHIPPED
 MODEL = {"num_layers": 2, "hidden_size": 64, "vocab_size": 512, "seq_len": 32, "dropout_rate": 0.1}
 WORKER = "tests/parity/resume_worker.py"

@@ -10,7 +10,7 @@ from conftest import call
 WORKER = "tests/parity/spmd_networks.py"
 SOURCE = Path(__file__).with_name("spmd_functions.py").read_text()
 NAMES = [name for name in re.findall(r"^def (\w+)\(x\)", SOURCE, re.MULTILINE) if name != "images"]
-GROUPS = [NAMES[:32]]
+GROUPS = [NAMES[:12]]
 """On processes of their own; all of them, and more, in one process: see test_operator_sweep."""
 SCHEMES = ["rows and columns"]
 OF_NETWORKS = ["rows over all, parameters too"]
@@ -28,9 +28,15 @@ def test_functions_train_as_on_one_device(names):
             assert not {name: off for name, off in worst.items() if off >= CLOSE}, scheme
 
 
+@pytest.fixture(scope="module")
+def networks():
+    """Of each rank: name -> what it tells."""
+    return call(WORKER, "compare_each", NETWORKS, OF_NETWORKS, processes=4, fresh=True)
+
+
 @pytest.mark.parametrize("name", NETWORKS)
-def test_networks_train_as_on_one_device(name):
-    for told in call(WORKER, "compare", [name], OF_NETWORKS, processes=4, fresh=True):
+def test_networks_train_as_on_one_device(name, networks):
+    for told in networks:
         for scheme in OF_NETWORKS:
-            worst, _ = told[scheme]
+            worst, _ = told[name][scheme]
             assert worst[name] < CLOSE, (scheme, worst)

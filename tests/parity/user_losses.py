@@ -4,7 +4,7 @@
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
-from user_cases import channels, columns, ids, normal, rows, trained, uniform
+from user_cases import channels, columns, ids, normal, rows, trained
 
 ROWS = 8
 
@@ -49,29 +49,9 @@ def covariance(h):
     return ops.relu(1 - spread).mean() + (off_diagonal**2).sum() / h.shape[1]
 
 
-def standard_deviation(h):
-    return ops.std(h, 0).sum() + ops.var(h, 1).mean() + ops.norm(h) * 0.1
-
-
 def largest_of_columns(h, label):
     """Each row is pulled to the class that it is taken for."""
     return ops.cross_entropy(h, h.argmax(1)) + ops.cross_entropy(h, label)
-
-
-def largest_of_rows(h, label):
-    return (h.argmax(0).astype(ms.float32) * h[0]).sum() * 0.1 + ops.cross_entropy(h, label)
-
-
-def scatter_added(h, label):
-    """Features of a class added up, as in a center loss."""
-    total = ops.tensor_scatter_elements(
-        ops.zeros((ROWS, 8), ms.float32), ops.tile(label.reshape(-1, 1), (1, 8)), h, 0, "add"
-    )
-    return (total**2).mean()
-
-
-def index_added(h, label):
-    return (ops.index_add(ops.zeros((5, 8), ms.float32), label, h, 0) ** 2).mean()
 
 
 def scattered(h, label):
@@ -84,12 +64,6 @@ def pooled_by_segment(h, label):
     return (ops.where(seen > 0, largest, 0.0) ** 2).mean() + (ops.where(seen > 0, smallest, 0.0) ** 2).mean()
 
 
-def cox(h, label):
-    """Survival: each row against all that live longer."""
-    risk = h.sum(1)
-    return (ops.logcumsumexp(risk, 0) - risk).mean()
-
-
 def chosen_rows(h, label):
     """The hardest half of the rows."""
     each = ops.cross_entropy(h, label, reduction="none")
@@ -97,25 +71,8 @@ def chosen_rows(h, label):
     return hardest.mean() + (ops.gather(h, where, 0) ** 2).mean()
 
 
-def divergence(h, label):
-    target = ops.softmax(ops.one_hot(label, 8, Tensor(2.0, ms.float32), Tensor(0.0, ms.float32)))
-    return ops.kl_div(ops.log_softmax(h, -1), target, "sum") * 0.1
-
-
 def written_rms_norm(d, scale):
     return d * ops.rsqrt((d * d).mean(-1, keep_dims=True) + 1e-5) * scale
-
-
-def written_gelu(d, scale):
-    return 0.5 * d * (1 + ops.tanh(0.79788456 * (d + 0.044715 * d * d * d))) * scale
-
-
-def written_swish(d, scale):
-    return d * ops.sigmoid(d * scale)
-
-
-def factorization_machine(d, scale):
-    return d + 0.5 * (d.sum(1, keepdims=True) ** 2 - (d**2).sum(1, keepdims=True)) * scale
 
 
 def softmax_pooling(d, scale):
@@ -169,16 +126,6 @@ class OwnGradient(nn.Cell):
         return ops.cross_entropy(self.head(self.even(ops.tanh(self.dense(x)))), label)
 
 
-def binary(h, target):
-    return ops.binary_cross_entropy_with_logits(
-        h, target, ops.ones_like(h), ops.ones_like(h)
-    ) + ops.binary_cross_entropy(ops.sigmoid(h), target)
-
-
-def cosine(a, b, sign):
-    return ops.cosine_embedding_loss(a, b, sign, margin=0.1)
-
-
 class Siamese(nn.Cell):
     def __init__(self, loss):
         super().__init__()
@@ -208,50 +155,8 @@ def contrastive(a, b):
     return ops.cross_entropy(logits, partner)
 
 
-def hardest_triplet(a, b):
-    distance = ops.sqrt(((a.expand_dims(1) - b.expand_dims(0)) ** 2).sum(-1) + 1e-6)
-    same = ops.eye(ROWS, ROWS, ms.float32)
-    nearest_other = (distance + same * 1e3).min(1)
-    return ops.relu((distance * same).sum(1) - nearest_other + 1.0).mean()
-
-
-def smoothed(h, label):
-    return ops.cross_entropy(h, label, label_smoothing=0.1)
-
-
-WEIGHTS = Tensor(np.arange(1, 9, dtype=np.float32))
-
-
-def weighted(h, label):
-    return ops.cross_entropy(h, label, WEIGHTS)
-
-
 def ignoring(h, label):
     return ops.cross_entropy(h, label, ignore_index=2)
-
-
-def likelihood(h, label):
-    return ops.nll_loss(ops.log_softmax(h, 1), label)
-
-
-def hinge(h, label):
-    return ops.multi_margin_loss(h, label.astype(ms.int64))
-
-
-def huber(h, target):
-    return ops.huber_loss(h, target, delta=0.5)
-
-
-def smooth_l1(h, target):
-    return ops.smooth_l1_loss(h, target, 0.5, "mean")
-
-
-def focal(h, label):
-    return ((1 - ops.softmax(h, -1)) ** 2 * -ops.log_softmax(h, -1) * ops.one_hot(label, 8)).sum() / ROWS
-
-
-def dice(h, target):
-    return 1 - (2 * (ops.sigmoid(h) * target).sum() + 1) / (ops.sigmoid(h).sum() + target.sum() + 1)
 
 
 def positives(h):
@@ -259,16 +164,8 @@ def positives(h):
     return (h[h > 0] ** 2).sum()
 
 
-def at_positives(h):
-    return (ops.gather_nd(h, ops.nonzero(h > 0)) ** 3).sum() * 0.1
-
-
 def different_labels(h, label):
     return h[ops.unique(label)[0]].mean() + (h**2).mean()
-
-
-def product(h):
-    return ops.sigmoid(h).prod(-1).mean() + h.max() * 0.1
 
 
 def either(h):
@@ -301,20 +198,12 @@ CASES = {
     "gram matrix": layer(gram),
     "sums over the batch": layer(sums_of_batch),
     "covariance": layer(covariance),
-    "standard deviation": layer(standard_deviation),
     "argmax of columns": layer(largest_of_columns, LABEL),
-    "argmax of rows": layer(largest_of_rows, LABEL),
-    "scatter by element": layer(scatter_added, LABEL),
-    "index add": layer(index_added, LABEL),
     "scatter add": layer(scattered, LABEL),
     "segment max": layer(pooled_by_segment, LABEL),
-    "logcumsumexp": layer(cox, LABEL),
     "hard example mining": layer(chosen_rows, LABEL),
-    "divergence with sum": layer(divergence, LABEL),
     "positives alone": layer(positives),
-    "where it is positive": layer(at_positives),
     "different labels": layer(different_labels, LABEL),
-    "product": layer(product),
     "either": layer(either),
     "until": layer(
         until,
@@ -324,22 +213,8 @@ CASES = {
         to_numpy,
         refused=", return (h * float(np.mean(h.asnumpy()))).sum(); a graph computes with operators of MindSpore alone",
     ),
-    "label smoothing": layer(smoothed, LABEL),
-    "weighted classes": layer(weighted, LABEL),
     "ignored labels": layer(ignoring, LABEL),
-    "likelihood": layer(likelihood, LABEL),
-    "binary": layer(binary, uniform(ROWS, 8)),
-    "hinge": layer(hinge, LABEL),
-    "huber": layer(huber, normal(ROWS, 8, seed=3)),
-    "smooth l1": layer(smooth_l1, normal(ROWS, 8, seed=3)),
-    "focal": layer(focal, LABEL),
-    "dice": layer(dice, uniform(ROWS, 8)),
     "written rms norm": trained(lambda: TwoLayers(written_rms_norm), X, THREE, rules=columns("up") | rows("down")),
-    "written gelu": trained(lambda: TwoLayers(written_gelu), X, THREE, rules=columns("up") | rows("down")),
-    "written swish": trained(lambda: TwoLayers(written_swish), X, THREE, rules=columns("up") | rows("down")),
-    "factorization machine": trained(
-        lambda: TwoLayers(factorization_machine), X, THREE, rules=columns("up") | rows("down")
-    ),
     "attention over the batch": trained(
         lambda: TwoLayers(softmax_pooling), X, THREE, rules=columns("up") | rows("down")
     ),
@@ -347,12 +222,7 @@ CASES = {
     "synchronized batch norm": trained(
         lambda: Normed(nn.SyncBatchNorm(4)), normal(ROWS, 3, 4, 4), THREE, rules=channels("conv")
     ),
-    "instance norm": trained(lambda: Normed(nn.GroupNorm(4, 4)), normal(ROWS, 3, 4, 4), THREE, rules=channels("conv")),
     "own gradient": trained(OwnGradient, X, THREE, rules=DENSE),
-    "cosine": trained(
-        lambda: Siamese(cosine), *PAIR, Tensor(np.array([1, -1, -1, 1, 1, 1, -1, 1], np.int32)), rules=DENSE
-    ),
     "barlow twins": trained(lambda: Siamese(barlow), *PAIR, rules=DENSE),
     "simclr": trained(lambda: Siamese(contrastive), *PAIR, rules=DENSE),
-    "triplet": trained(lambda: Siamese(hardest_triplet), *PAIR, rules=DENSE),
 }

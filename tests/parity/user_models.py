@@ -4,7 +4,7 @@
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
-from user_cases import bits, channels, columns, ids, normal, rows, trained, uniform
+from user_cases import channels, columns, ids, normal, rows, trained
 
 ROWS = 8
 
@@ -29,18 +29,6 @@ class Clip(nn.Cell):
         return (ops.cross_entropy(logits, own) + ops.cross_entropy(logits.T, own)) / 2
 
 
-class GraphConvolution(nn.Cell):
-    """Nodes are the batch, and all of them are neighbours of some."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Dense(6, 8), nn.Dense(8, 3)
-
-    def construct(self, x, adjacency, label):
-        x = ops.relu(ops.matmul(adjacency, self.first(x)))
-        return ops.cross_entropy(ops.matmul(adjacency, self.second(x)), label)
-
-
 class GraphAttention(nn.Cell):
     """Edges as lists: gathered by one end, normalized and added up at the other."""
 
@@ -58,26 +46,6 @@ class GraphAttention(nn.Cell):
         weight = weight / ops.gather(total, targets, 0)
         h = ops.unsorted_segment_sum(weight.expand_dims(1) * ops.gather(h, sources, 0), targets, ROWS)
         return ops.cross_entropy(self.head(ops.elu(h)), label)
-
-
-class Translator(nn.Cell):
-    """A GRU encoder, and a decoder of cells that attends to it."""
-
-    def __init__(self):
-        super().__init__()
-        self.source, self.target = nn.Embedding(20, 6), nn.Embedding(20, 6)
-        self.encoder, self.cell = nn.GRU(6, 8, batch_first=True), nn.GRUCell(14, 8)
-        self.head = nn.Dense(16, 20)
-
-    def construct(self, source, target):
-        encoded, hidden = self.encoder(self.source(source))
-        state, loss, embedded = hidden[0], 0.0, self.target(target)
-        for step in range(target.shape[1] - 1):
-            weights = ops.softmax(ops.matmul(encoded, state.expand_dims(-1))[:, :, 0], -1)
-            context = (weights.expand_dims(-1) * encoded).sum(1)
-            state = self.cell(ops.cat((embedded[:, step], context), 1), state)
-            loss = loss + ops.cross_entropy(self.head(ops.cat((state, context), 1)), target[:, step + 1])
-        return loss
 
 
 class Attention(nn.Cell):
@@ -168,19 +136,6 @@ class ResNet(nn.Cell):
         return ops.cross_entropy(self.head(ops.relu(y + self.norms[3](self.short(x))).mean((2, 3))), label)
 
 
-class UNet(nn.Cell):
-    def __init__(self):
-        super().__init__()
-        self.down, self.middle, self.pool = nn.Conv2d(2, 4, 3), nn.Conv2d(4, 8, 3), nn.MaxPool2d(2, 2)
-        self.up, self.mix, self.head = nn.Conv2dTranspose(8, 4, 2, stride=2), nn.Conv2d(8, 4, 3), nn.Conv2d(4, 3, 1)
-
-    def construct(self, x, label):
-        first = ops.relu(self.down(x))
-        middle = ops.relu(self.middle(self.pool(first)))
-        mixed = ops.relu(self.mix(ops.cat((first, self.up(middle)), 1)))
-        return ops.cross_entropy(self.head(mixed), label)
-
-
 class MobileNet(nn.Cell):
     """Widened, depthwise, narrowed, with squeeze and excitation."""
 
@@ -214,33 +169,6 @@ class Vit(nn.Cell):
         return ops.cross_entropy(self.head(self.block(x)[:, 0]), label)
 
 
-class Vae(nn.Cell):
-    def __init__(self):
-        super().__init__()
-        self.encoder, self.mean, self.spread = nn.Dense(12, 8), nn.Dense(8, 4), nn.Dense(8, 4)
-        self.decoder, self.out = nn.Dense(4, 8), nn.Dense(8, 12)
-
-    def construct(self, x, noise):
-        h = ops.relu(self.encoder(x))
-        mean, spread = self.mean(h), self.spread(h)
-        made = self.out(ops.relu(self.decoder(mean + ops.exp(0.5 * spread) * noise)))
-        divergence = -0.5 * (1 + spread - mean**2 - ops.exp(spread)).sum(1).mean()
-        return ops.mse_loss(made, x, "sum") / ROWS + divergence
-
-
-class DeepFm(nn.Cell):
-    def __init__(self):
-        super().__init__()
-        self.fields, self.linear = nn.Embedding(30, 4), nn.Embedding(30, 1)
-        self.up, self.down = nn.Dense(20, 8), nn.Dense(8, 1)
-
-    def construct(self, fields, clicked):
-        x = self.fields(fields)
-        pairs = 0.5 * (x.sum(1) ** 2 - (x**2).sum(1)).sum(1, keepdims=True)
-        logits = self.linear(fields).sum(1) + pairs + self.down(ops.relu(self.up(x.reshape(ROWS, -1))))
-        return ops.binary_cross_entropy_with_logits(logits, clicked, ops.ones_like(logits), ops.ones_like(logits))
-
-
 class Speech(nn.Cell):
     def __init__(self):
         super().__init__()
@@ -252,94 +180,6 @@ class Speech(nn.Cell):
         return ops.ctc_loss(scores, text, lengths, text_lengths)[0].mean()
 
 
-class Crf(nn.Cell):
-    """The tags of a sentence as one: of all ways, by the forward algorithm."""
-
-    def __init__(self):
-        super().__init__()
-        self.scores, self.moves = nn.Dense(6, 4), parameter(4, 4, name="moves")
-
-    def construct(self, x, tags):
-        scores = self.scores(x)
-        total = scores[:, 0]
-        own = ops.gather_elements(scores, 2, tags.expand_dims(-1)).sum((1, 2))
-        for step in range(1, x.shape[1]):
-            total = ops.logsumexp(total.expand_dims(2) + self.moves + scores[:, step].expand_dims(1), 1)
-            own = own + ops.gather_nd(self.moves, ops.stack((tags[:, step - 1], tags[:, step]), 1))
-        return (ops.logsumexp(total, 1) - own).mean()
-
-
-class Lora(nn.Cell):
-    def __init__(self):
-        super().__init__()
-        self.base, self.head = nn.Dense(6, 8), nn.Dense(8, 3)
-        self.a, self.b = nn.Dense(6, 2, has_bias=False), nn.Dense(2, 8, has_bias=False)
-        for frozen in self.base.get_parameters():
-            frozen.requires_grad = False
-
-    def construct(self, x, label):
-        return ops.cross_entropy(self.head(ops.relu(self.base(x) + self.b(self.a(x)) * 2.0)), label)
-
-
-class Distillation(nn.Cell):
-    def __init__(self):
-        super().__init__()
-        self.teacher = nn.SequentialCell(nn.Dense(6, 16), nn.Tanh(), nn.Dense(16, 4))
-        self.up, self.down = nn.Dense(6, 8), nn.Dense(8, 4)
-        for frozen in self.teacher.get_parameters():
-            frozen.requires_grad = False
-
-    def construct(self, x, label):
-        logits, wanted = self.down(ops.relu(self.up(x))), ops.stop_gradient(self.teacher(x))
-        soft = ops.kl_div(ops.log_softmax(logits / 2, -1), ops.softmax(wanted / 2, -1), "batchmean") * 4
-        return 0.5 * soft + 0.5 * ops.cross_entropy(logits, label)
-
-
-class Capsules(nn.Cell):
-    """Routing by agreement."""
-
-    def __init__(self):
-        super().__init__()
-        self.dense, self.votes = nn.Dense(6, 12), parameter(4, 3, 3, 5, name="votes")
-
-    def squashed(self, s):
-        square = (s * s).sum(-1, keepdims=True)
-        return square / (1 + square) * s / ops.sqrt(square + 1e-6)
-
-    def construct(self, x, label):
-        u = self.squashed(self.dense(x).reshape(ROWS, 4, 3))
-        votes = (u.reshape(ROWS, 4, 1, 3, 1) * self.votes).sum(3)
-        logits, v = ops.zeros((ROWS, 4, 3), ms.float32), None
-        for _ in range(2):
-            v = self.squashed((ops.softmax(logits, 2).expand_dims(-1) * votes).sum(1))
-            logits = logits + (votes * v.expand_dims(1)).sum(-1)
-        length = ops.sqrt((v * v).sum(-1) + 1e-6)
-        hot = ops.one_hot(label, 3)
-        return (hot * ops.relu(0.9 - length) ** 2 + 0.5 * (1 - hot) * ops.relu(length - 0.1) ** 2).sum(1).mean()
-
-
-class Detector(nn.Cell):
-    """Boxes and classes of anchors: losses over those that hold something, divided by how many these are."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.boxes, self.classes = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 6, 1)
-
-    def construct(self, x, boxes, label):
-        x = ops.relu(self.conv(x))
-        found = self.boxes(x).reshape(ROWS, 2, 4, 16).transpose(0, 1, 3, 2)
-        logits = self.classes(x).reshape(ROWS, 2, 3, 16).transpose(0, 1, 3, 2)
-        holds = (label > 0).astype(ms.float32)
-        number = ops.maximum(holds.sum(), Tensor(1.0, ms.float32))
-        box_loss = (ops.smooth_l1_loss(found, boxes, reduction="none").sum(-1) * holds).sum() / number
-        chance = ops.softmax(logits, -1)
-        hot = ops.one_hot(label, 3)
-        class_loss = -(hot * (1 - chance) ** 2 * ops.log(chance + 1e-6)).sum() / number
-        low, high = ops.maximum(found, boxes), ops.minimum(found + 2, boxes + 2)
-        overlap = ops.relu(high - low).prod(-1)
-        return box_loss + class_loss + ((1 - overlap / (8 - overlap + 16)) * holds).sum() / number
-
-
 class TiedAutoencoder(nn.Cell):
     def __init__(self):
         super().__init__()
@@ -348,34 +188,6 @@ class TiedAutoencoder(nn.Cell):
     def construct(self, x):
         made = ops.matmul(ops.sigmoid(self.encode(x)), self.encode.weight) + self.bias
         return ((made - x) ** 2).mean() + self.encode.weight.abs().sum() * 1e-3
-
-
-class Hypernetwork(nn.Cell):
-    """One network makes the weights of another, for each row and for all."""
-
-    def __init__(self):
-        super().__init__()
-        self.make, self.code, self.make_all = nn.Dense(4, 18), parameter(1, 4, name="code"), nn.Dense(4, 12)
-
-    def construct(self, x, condition, label):
-        own = self.make(condition).reshape(ROWS, 6, 3)
-        shared = self.make_all(self.code).reshape(3, 4)
-        h = ops.bmm(x.expand_dims(1), own)[:, 0]
-        return ops.cross_entropy(ops.matmul(ops.tanh(h), shared), label)
-
-
-class Temporal(nn.Cell):
-    """Dilated convolutions in time."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Conv1d(3, 4, 3, dilation=1), nn.Conv1d(4, 4, 3, dilation=2)
-        self.head = nn.Dense(4, 4)
-
-    def construct(self, x, label):
-        x = ops.relu(self.first(x))
-        x = ops.relu(x + self.second(x))
-        return ops.cross_entropy(self.head(x[:, :, -1]), label)
 
 
 class Video(nn.Cell):
@@ -389,36 +201,13 @@ class Video(nn.Cell):
         return ops.cross_entropy(self.head(ops.relu(x).mean((2, 3, 4))), label)
 
 
-class Steps(nn.Cell):
-    """Cells of an LSTM, step by step."""
-
-    def __init__(self):
-        super().__init__()
-        self.cell, self.head = nn.LSTMCell(4, 6), nn.Dense(6, 4)
-
-    def construct(self, x, target):
-        hidden = cell = ops.zeros((ROWS, 6), ms.float32)
-        loss = 0.0
-        for step in range(x.shape[1]):
-            hidden, cell = self.cell(x[:, step], (hidden, cell))
-            loss = loss + ops.mse_loss(self.head(hidden), target[:, step])
-        return loss
-
-
 FOUR = ids(4, ROWS)
-ADJACENCY = Tensor(
-    (lambda a: a / a.sum(1, keepdims=True))(uniform(ROWS, ROWS).asnumpy().round() + np.eye(ROWS, dtype=np.float32))
-)
 IMAGES = normal(ROWS, 3, 8, 8)
 CASES = {
     "clip": trained(Clip, normal(ROWS, 6), normal(ROWS, 5, seed=3), rules=columns("image", "text")),
-    "graph convolution": trained(
-        GraphConvolution, normal(ROWS, 6), ADJACENCY, ids(3, ROWS), rules=columns("first") | rows("second")
-    ),
     "graph attention": trained(
         GraphAttention, normal(ROWS, 6), ids(8, 24), ids(8, 24, seed=4), ids(3, ROWS), rules=columns("dense")
     ),
-    "translator": trained(Translator, ids(20, ROWS, 5), ids(20, ROWS, 4, seed=4), rules=columns("head")),
     "bert": trained(
         Bert,
         ids(20, ROWS, 6),
@@ -434,7 +223,6 @@ CASES = {
     "resnet": trained(
         ResNet, IMAGES, FOUR, rules=channels("stem", "first", "second"), settings={"optimizer_parallel": {"axis": "dp"}}
     ),
-    "unet": trained(UNet, normal(ROWS, 2, 8, 8), ids(3, ROWS, 8, 8), rules=channels("down", "middle")),
     "mobilenet": trained(MobileNet, normal(ROWS, 4, 6, 6), FOUR, rules=channels("wide", "depth")),
     "vit": trained(
         Vit,
@@ -442,8 +230,6 @@ CASES = {
         rules=columns("query", "key", "value", "up") | rows("out", "down"),
         settings={"optimizer_parallel": {"axis": "dp", "shard_accumulated_gradients": True}},
     ),
-    "vae": trained(Vae, normal(ROWS, 12), normal(ROWS, 4, seed=3), rules=columns("encoder", "decoder") | rows("out")),
-    "deep fm": trained(DeepFm, ids(30, ROWS, 5), bits(ROWS, 1), rules=columns("up") | rows("down")),
     "speech": trained(
         Speech,
         normal(ROWS, 7, 4),
@@ -452,16 +238,6 @@ CASES = {
         Tensor([3] * ROWS, ms.int32),
         rules=columns("head"),
     ),
-    "crf": trained(Crf, normal(ROWS, 5, 6), ids(4, ROWS, 5), rules=columns("scores")),
-    "lora": trained(Lora, normal(ROWS, 6), ids(3, ROWS), rules=columns("base", "b")),
-    "distillation": trained(Distillation, normal(ROWS, 6), FOUR, rules=columns("up") | rows("down")),
-    "capsules": trained(Capsules, normal(ROWS, 6), ids(3, ROWS), rules=columns("dense")),
-    "detector": trained(
-        Detector, normal(ROWS, 3, 4, 4), uniform(ROWS, 2, 16, 4), ids(3, ROWS, 2, 16), rules=channels("conv")
-    ),
     "tied autoencoder": trained(TiedAutoencoder, normal(ROWS, 12), rules=columns("encode")),
-    "hypernetwork": trained(Hypernetwork, normal(ROWS, 6), normal(ROWS, 4), FOUR, rules=columns("make", "make_all")),
-    "temporal": trained(Temporal, normal(ROWS, 3, 8), FOUR, rules=columns("head")),
     "video": trained(Video, normal(ROWS, 2, 4, 4, 4), FOUR, rules=channels("second", kind="conv3d", dims=5)),
-    "steps": trained(Steps, normal(ROWS, 5, 4), normal(ROWS, 5, 4, seed=3), rules=columns("head")),
 }

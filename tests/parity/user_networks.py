@@ -31,7 +31,7 @@ from sporeloom.strategy.loader import strategy_of
 
 CASES = {**LOSSES, **MODELS, **SCRIPTS}
 MESHES = {"dp4": {"dp": 4}, "dp2 tp2": {"dp": 2, "tp": 2}, "pp2 dp2": {"pp": 2, "dp": 2}}
-ONE_LAYER = ("cosine", "barlow twins", "simclr", "triplet", "crf", "capsules", "tied autoencoder")
+ONE_LAYER = ("barlow twins", "simclr", "tied autoencoder")
 """Of which a pipeline cannot make two stages."""
 CLOSE, CLOSE_WEIGHTS = 1e-5, 3e-5
 

@@ -4,8 +4,7 @@
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
-from mindspore.amp import DynamicLossScaler, StaticLossScaler, all_finite
-from mindspore.train import Model
+from mindspore.amp import DynamicLossScaler, all_finite
 from user_cases import STEPS, Case, by_step, columns, ids, momentum, normal, rows, trained, uniform
 
 ROWS = 8
@@ -75,10 +74,6 @@ def groups(parameters):
 
 def falling_rate(parameters):
     return nn.AdamWeightDecay(parameters, nn.ExponentialDecayLR(0.01, 0.5, 2), weight_decay=0.1)
-
-
-def lars(parameters):
-    return nn.LARS(momentum(parameters), coefficient=0.1, lars_filter=lambda p: "bias" not in p.name)
 
 
 def sensitivity(net, batch):
@@ -197,23 +192,6 @@ def dynamic_scale(parallel):
         return ops.depend(scaler.unscale(loss), optimizer(found)), finite
 
     return [[*step(X, LABEL), float(scaler.scale_value.asnumpy())] for _ in range(STEPS)], [inner]
-
-
-def static_scale(parallel):
-    inner = Loss()
-    net, weights = parallel(inner), inner.trainable_params()
-    optimizer, scaler = momentum(weights), StaticLossScaler(128)
-
-    def scaled(x, label):
-        return scaler.scale(net(x, label))
-
-    gradients = ms.value_and_grad(scaled, None, weights)
-    told = []
-    for _ in range(STEPS):
-        loss, found = gradients(X, LABEL)
-        optimizer(scaler.unscale(found))
-        told.append(scaler.unscale(loss))
-    return told, [inner]
 
 
 def gan(parallel):
@@ -351,24 +329,6 @@ def loss_scale_cell(net, batch):
     return [step(*batch) for _ in range(STEPS)]
 
 
-def model(parallel):
-    """`Model.train` with a dataset, then `eval` and `predict`."""
-    inner = Mlp()
-    net, told = parallel(inner), []
-
-    class Recorded(ms.train.Callback):
-        def step_end(self, run_context):
-            told.append(run_context.original_args().net_outputs)
-
-    loss = nn.SoftmaxCrossEntropyWithLogits(sparse=True, reduction="mean")
-    trainer = Model(net, loss, momentum(inner.trainable_params()), metrics={"accuracy", "loss"})
-    arrays = (normal(16, 6).asnumpy(), ids(4, 16).asnumpy())
-    dataset = ms.dataset.NumpySlicesDataset(arrays, ["x", "label"], shuffle=False).batch(ROWS)
-    trainer.train(2, dataset, callbacks=[Recorded()], dataset_sink_mode=False)
-    found = trainer.eval(dataset, dataset_sink_mode=False)
-    return [*told, found["loss"], found["accuracy"], trainer.predict(X)], [inner]
-
-
 def accumulation(parallel):
     """Gradients of two halves of the batch, in a compiled function."""
     inner = Loss()
@@ -423,13 +383,7 @@ def norms_of_gradients(net, batch):
 
 
 OPTIMIZERS = {
-    "adam": lambda p: nn.Adam(p, 0.01, weight_decay=0.1),
-    "adagrad": lambda p: nn.Adagrad(p, learning_rate=0.05),
     "rms prop": lambda p: nn.RMSProp(p, 0.01, centered=True, momentum=0.5),
-    "ftrl": lambda p: nn.FTRL(p, learning_rate=0.05),
-    "adadelta": lambda p: nn.Adadelta(p, learning_rate=0.5),
-    "ada max": lambda p: nn.AdaMax(p, learning_rate=0.01),
-    "rprop": lambda p: nn.Rprop(p, learning_rate=0.01),
     "groups of parameters": groups,
     "falling rate": falling_rate,
 }
@@ -442,13 +396,11 @@ CASES = {
     "checked function": case(accumulation, settings=CHECKED),
     "clipping by hand": trained(Loss, X, LABEL, rules=RULES, style=by(Clipping)),
     "sensitivity": trained(LossOfRows, X, LABEL, rules=RULES, style=sensitivity),
-    "losses of rows": trained(LossOfRows, X, LABEL, rules=RULES),
     "nested": case(nested_script),
     "keywords": case(keywords_script),
     "gradients of inputs": case(gradients_of_inputs),
     "number first": case(scalar_first),
     "dynamic scale": case(dynamic_scale),
-    "static scale": case(static_scale),
     "gan": case(gan),
     "names alike": case(names_alike),
     "gradient penalty": case(gradient_penalty),
@@ -462,13 +414,10 @@ CASES = {
         refused="TrainOneStepWithLossScaleCell has an `if` or `while` on a Tensor",
     ),
     "lamb": with_optimizer(lambda p: nn.Lamb(p, 0.01, weight_decay=0.1), "MindSpore has no kernel of "),
-    "lars": with_optimizer(lars, "MindSpore has no kernel of "),
     "asgd": with_optimizer(
         lambda p: nn.ASGD(p, learning_rate=0.05),
         "ASGD has an `if` or `while` on a Tensor, and one of its ways writes something (Assign)",
     ),
-    "model": case(model),
-    "accumulation": case(accumulation),
     "two optimizers": trained(Loss, X, LABEL, rules=RULES, style=two_optimizers),
     "norms of gradients": trained(Loss, X, LABEL, rules=RULES, style=norms_of_gradients),
     **{name: with_optimizer(make) for name, make in OPTIMIZERS.items()},

@@ -81,7 +81,7 @@ def opened(decoding, engine, *more):
     return Scheduler(decoding, engine, *more)
 
 
-def mixed(checkpoint, strategy=None, modules=(), weights="float32", count=18):
+def mixed(checkpoint, strategy=None, modules=(), weights="float32", count=9):
     """{way: answers} of each way, and what was drafted, accepted and reused."""
     engine = Engine.start(load_strategy(Path(strategy)) if strategy else SINGLE_DEVICE)
     folder = Path(checkpoint)
@@ -113,7 +113,7 @@ def mixed(checkpoint, strategy=None, modules=(), weights="float32", count=18):
 
 
 @patch.object(DraftLength, "best", lambda self, num_rows, most: most)  # the drafts do not depend on times
-def by_models(checkpoint, drafts, strategy=None, num_rows=ROWS, count=10):
+def by_models(checkpoint, drafts, strategy=None, num_rows=ROWS, count=7):
     """Answers together without drafts, and with those of each of some models, from a warm prefix cache the second time; and
     what was drafted, accepted and reused."""
     engine = Engine.start(load_strategy(Path(strategy)) if strategy else SINGLE_DEVICE)

@@ -103,9 +103,10 @@ def test_the_greedy_continuation_is_the_originals(tmp_path, golden, engine, acti
     suffix, prompt = GOLDEN_ACTIVATIONS[activation], golden["prompt"].tolist()
     folder = converted(tmp_path, activation)
     expected = golden["greedy_tokens" + suffix].tolist()
-    assert tokens_of(cached(engine, folder), engine, [prompt], 12) == [expected]
-    assert tokens_of(recomputed(engine, folder), engine, [prompt], 12) == [expected]
     steps, decoding = [], cached(engine, folder)
+    assert tokens_of(decoding, engine, [prompt], 12) == [expected]
+    assert tokens_of(recomputed(engine, folder), engine, [prompt], 12) == [expected]
+    decoding.clear(0)
     for feed in [prompt, *([token] for token in expected[:-1])]:
         steps.append(extend(decoding, feed))
     np.testing.assert_allclose(steps, golden["greedy_step_logits" + suffix], rtol=0, atol=1e-4)
@@ -143,17 +144,17 @@ def test_trimmed_tokens_leave_no_trace(engine, tiny):
     np.testing.assert_array_equal(extend(decoding, [5, 6, 7]), first)
 
 
-@pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(temperature=1.0, top_p=0.9, seed=4)])
-def test_a_row_gets_in_a_mixed_batch_what_it_gets_alone(engine, tiny, sampling):
+def test_a_row_gets_in_a_mixed_batch_what_it_gets_alone(engine, tiny):
     draw = np.random.RandomState(1)
     prompts = [draw.randint(0, 2000, length).tolist() for length in (3, 40, 1, 17, 9)]
     together = cached(engine, tiny, num_rows=3)  # five prompts share three rows
-    result = tokens_of(together, engine, prompts, 12, sampling)
-    if sampling.temperature == 0:  # alone, every prompt is the first one and draws the first one's numbers
-        alone = cached(engine, tiny)
-        assert result == [tokens_of(alone, engine, [prompt], 12)[0] for prompt in prompts]
-    assert result == tokens_of(recomputed(engine, tiny, num_rows=2), engine, prompts, 12, sampling)
-    assert len({tuple(tokens) for tokens in result}) == len(prompts)
+    alone, again = cached(engine, tiny), recomputed(engine, tiny, num_rows=2)
+    for sampling in (SamplingConfig(), SamplingConfig(temperature=1.0, top_p=0.9, seed=4)):
+        result = tokens_of(together, engine, prompts, 12, sampling)
+        if sampling.temperature == 0:  # alone, every prompt is the first one and draws the first one's numbers
+            assert result == [tokens_of(alone, engine, [prompt], 12)[0] for prompt in prompts]
+        assert result == tokens_of(again, engine, prompts, 12, sampling)
+        assert len({tuple(tokens) for tokens in result}) == len(prompts)
 
 
 class CountingCompiler:
@@ -186,11 +187,10 @@ def test_nothing_compiles_after_the_first_request_of_a_bucket(engine, tiny, monk
     assert compiler.compiled == 3
 
 
-def test_int8_takes_a_quarter_and_points_the_same_way(engine, tmp_path, golden, tiny):
-    golden_folder = converted(tmp_path, "gelu_tanh")
+def test_int8_takes_a_quarter_and_points_the_same_way(engine, tmp_path, tiny):
     experts = saved(tmp_path / "experts", "pangu", size_config("pangu", "gshard_tiny"))
-    texts = ((golden_folder, golden["input_ids"][0].tolist()), (tiny, list(range(10, 60))), (experts, [*range(10, 60)]))
-    for folder, ids in texts:
+    ids = list(range(10, 26))
+    for folder in (tiny, experts):
         exact, coarse = recomputed(engine, folder), recomputed(engine, folder, weights="int8")
         for length in (1, 8, len(ids)):
             a, b = (extend(d, ids[:length]).astype(np.float64) for d in (exact, coarse))

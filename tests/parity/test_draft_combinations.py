@@ -17,9 +17,8 @@ pytestmark = pytest.mark.slow
     ("kind", "weights", "fields", "has_adapters"),
     [
         ("ngram", "int4", {}, True),
-        ("ngram", "float32", HALF, True),
-        ("model", "int4", {}, False),
-        ("model", "int8", HALF, True),
+        ("model", "float32", HALF, True),
+        ("model", "int8", {}, False),
     ],
 )
 def test_no_bit_of_an_answer_changes(kind, weights, fields, has_adapters, checkpoint, tmp_path):

@@ -34,6 +34,8 @@ CASES = {
     "ultra": "pangu_ultra_moe/case_a",
     "two": "openpangu2/case_a",
 }
+COMPUTED = [name for name in CASES if name != "plain"]
+"""All that plain has, groups and yarn have, too."""
 CASE_TWO = f"golden_v3/{CASES['two']}"
 ATOL = {"two": 5e-4}
 """Largest difference of logits, where it is not 2e-4."""
@@ -139,7 +141,7 @@ def later_tokens(tokens, depths):
     return tuple(Tensor(a.astype(np.int32)) for a in later)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", COMPUTED)
 def test_logits_loss_and_gradients(engine, imported, forward, name):
     folder, golden = imported(name)
     _, config, net = training_network(folder)
@@ -168,7 +170,8 @@ def test_logits_loss_and_gradients(engine, imported, forward, name):
 
 
 def without_mtp(inputs, config):
-    """The inputs with weights of 0 for multi-token prediction."""
+    """The inputs up to the last label, in the shape of `full_batch`, with weights of 0 for multi-token prediction."""
+    inputs = [Tensor(each.asnumpy()[:, :-1].copy()) for each in inputs]
     none = [Tensor(np.zeros(inputs[0].shape, np.int32)), Tensor(np.zeros(inputs[0].shape, np.float32))]
     return inputs + none * config.num_mtp_layers
 
@@ -204,7 +207,7 @@ def model_type(name):
     return json.loads(shared(f"golden_v3/{CASES[name]}/config.json").read_text())["model_type"]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", COMPUTED)
 def test_experts_of_each_token(imported, forward, name):
     folder, golden = imported(name)
     (_, config), (_, taken) = load_config(folder), forward(name)
@@ -221,7 +224,7 @@ def test_experts_of_each_token(imported, forward, name):
         np.testing.assert_array_equal(one_hot.sum((0, 1)), golden[f"router_load_{layer}"])
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in COMPUTED if name != "groups"])  # whose caches are those of yarn
 def test_greedy_tokens_with_a_cache_and_without(engine, imported, name):
     folder, golden = imported(name)
     family, config = load_config(folder)
@@ -232,18 +235,18 @@ def test_greedy_tokens_with_a_cache_and_without(engine, imported, name):
     np.testing.assert_allclose(logits, golden["cached_logits"], rtol=0, atol=ATOL.get(name, 2e-4))
     cached.clear(0)
     uncached = UncachedDecoder(engine, load_model(folder, family, config, SINGLE_DEVICE), config, 3)
-    for decoding in (cached, uncached):
-        check_greedy(decoding, engine, golden)
+    check_greedy(cached, engine, golden, 3)
+    check_greedy(uncached, engine, golden, 2)  # whose texts have up to 16 tokens: one graph
 
 
-def check_greedy(decoding, engine, golden):
+def check_greedy(decoding, engine, golden, count):
     sampler = Sampler(SamplingConfig(), (), decoding.config.vocab_size)
-    prompts = [golden[f"prompt_{j}"].tolist() for j in range(3)]
-    tokens = {j: [] for j in range(3)}
+    prompts = [golden[f"prompt_{j}"].tolist() for j in range(count)]
+    tokens = {j: [] for j in range(count)}
     requests = [Request(prompt, 8, sampler, lambda found: False, j) for j, prompt in enumerate(prompts)]
     for new in generate(decoding, engine, requests):
         tokens[new.request].append(new.token)
-    for j in range(3):
+    for j in range(count):
         assert tokens[j] == golden[f"greedy_tokens_{j}"].tolist(), (type(decoding).__name__, j)
 
 

@@ -11,13 +11,13 @@ from sporeloom.checkpoint.model_folder import save_checkpoint
 from sporeloom.models.family import size_config
 from sporeloom.models.parameters import parameter_shapes
 
-PIPELINE = "pipeline: {num_microbatches: 2}\n"
 WORKER = "tests/parity/mtp_drafts_worker.py"
 ULTRA = size_config("pangu", "ultra_moe_tiny")
+ONE_LAYER = {"num_layers": 1, "experts": dataclasses.replace(ULTRA.experts, first_dense_layers=0)}
 DEEPSEEK = dataclasses.replace(ULTRA, block="sequential", mtp_input="after_norm", num_mtp_layers=2, num_layers=2)
 SMALL = size_config("pangu", "2_tiny").without_mtp().with_layers(2)
 TWO = dataclasses.replace(
-    SMALL, num_mtp_layers=2, windows=(*SMALL.windows, 32, 64), streams=dataclasses.replace(SMALL.streams, rounds=2)
+    SMALL, num_mtp_layers=1, windows=(*SMALL.windows, 32), streams=dataclasses.replace(SMALL.streams, rounds=2)
 )
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -75,22 +75,23 @@ def test_a_published_model():
 
 def test_narrow_weights(checkpoint_of):
     latent = dataclasses.replace(DEEPSEEK.latent, query_width=64)  # groups of 32 columns
-    folder = checkpoint_of(dataclasses.replace(DEEPSEEK, num_mtp_layers=1, compute_dtype="bfloat16", latent=latent))
+    folder = checkpoint_of(
+        dataclasses.replace(DEEPSEEK, **ONE_LAYER, num_mtp_layers=1, compute_dtype="bfloat16", latent=latent)
+    )
     found = call(WORKER, "held_as", str(folder), "int4-g32", timeout=800)
     assert found["drafts"] == found["plain"] and found["drafted"] > 10
 
 
-@pytest.mark.parametrize("mesh", ["tp: 2", "pp: 2"])
-def test_a_mesh(deepseek, tmp_path, mesh):
-    strategy = tmp_path / "mesh.yaml"
-    strategy.write_text(f"mesh: {{{mesh}}}\nrules: {CONFIGS}/rules/experts.yaml\n" + PIPELINE * ("pp" in mesh))
-    check(next(filter(None, call(WORKER, "compared", str(deepseek), str(strategy), processes=2))))
+def test_a_mesh(deepseek, tmp_path):
+    strategy, mesh = tmp_path / "mesh.yaml", "mesh: {pp: 2, tp: 2}\npipeline: {num_microbatches: 2}\n"
+    strategy.write_text(f"{mesh}rules: {CONFIGS}/rules/experts.yaml\n")
+    check(next(filter(None, call(WORKER, "compared", str(deepseek), str(strategy), processes=4))))
 
 
 def test_layers_that_are_right_have_all_their_drafts_accepted(tmp_path):
     """The next token follows from the last one alone, in the model and in its layer of multi-token prediction."""
-    config, weights = dataclasses.replace(ULTRA, num_layers=2), {}
-    for name, weight in drawn(dataclasses.replace(ULTRA, num_layers=2)):
+    config, weights = dataclasses.replace(ULTRA, **ONE_LAYER), {}
+    for name, weight in drawn(config):
         is_output = name.endswith(("attention.output.weight", "down.weight"))
         weights[name] = np.zeros_like(weight) if is_output else np.ones_like(weight) if "norm" in name else weight
     order = np.random.default_rng(4).permutation(config.vocab_size)

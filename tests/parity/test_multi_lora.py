@@ -60,8 +60,9 @@ def test_one_device(checkpoint, modules, requests, expected):
     assert found["reused"] > 0
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4-g32"])
-def test_with_quantized_weights(checkpoint, modules, requests, weights):
+def test_with_quantized_weights(checkpoint, modules, requests):
+    """int4; int8: test_drafts."""
+    weights = "int4-g32"
     found = call(WORKER, "together", str(checkpoint), modules, requests, None, weights)
     plain = call(WORKER, "merged", [str(checkpoint)], [prompt for prompt, adapter in requests if adapter == 0], weights)
     equal([each for each, (_, adapter) in zip(found["together"], requests, strict=True) if not adapter], plain[0], 1e-5)

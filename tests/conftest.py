@@ -157,9 +157,6 @@ def pytest_collection_finish():
     """Before any kernel runs in this process: a test that partitions a graph may come after one that computes."""
     if "mindspore" in sys.modules:
         sys.modules["mindspore"].set_device("CPU")
-        from sporeloom.runtime.compiler import set_faster_switches  # noqa: PLC0415 (it loads MindSpore)
-
-        set_faster_switches()  # for tests that call networks themselves
     gc.collect()
     gc.freeze()  # MindSpore collects garbage before every compilation; thousands of tests are none
 

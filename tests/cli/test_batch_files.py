@@ -12,7 +12,7 @@ PROMPT = "小镇的早晨"
 
 
 def test_an_interrupted_batch_ends_as_one_that_was_not(checkpoint, tmp_path):
-    bodies = [{"prompt": PROMPT, "max_tokens": 6, "seed": seed, "logprobs": 0, "n": 2} for seed in range(5)]
+    bodies = [{"prompt": PROMPT, "max_tokens": 6, "seed": seed, "logprobs": 0, "n": 2} for seed in range(3)]
     bodies.insert(2, {"prompt": PROMPT, "top_p": 0})
     requests, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     lines = [
@@ -25,8 +25,8 @@ def test_an_interrupted_batch_ends_as_one_that_was_not(checkpoint, tmp_path):
         assert outcome.code == code, outcome.output
         text = answers.read_text(encoding="utf-8")
         told = [json.loads(each) for each in text.splitlines()]
-        assert [each["custom_id"] for each in told] == [f"r{i}" for i in range(6)]
-        assert [each["response"]["status_code"] for each in told] == [200, 200, 400, 200, 200, 200]
+        assert [each["custom_id"] for each in told] == [f"r{i}" for i in range(4)]
+        assert [each["response"]["status_code"] for each in told] == [200, 200, 400, 200]
         return text, [each["response"]["body"].get("choices") for each in told]
 
     text, choices = run(1)  # one request cannot be answered
@@ -34,9 +34,9 @@ def test_an_interrupted_batch_ends_as_one_that_was_not(checkpoint, tmp_path):
     answers.write_text(kept + text[len(kept) : len(kept) + 40], encoding="utf-8")
     again, continued = run(0)
     assert again.startswith(kept) and continued == choices
-    assert len({str(each) for each in choices if each}) == 5
+    assert len({str(each) for each in choices if each}) == 3
     outcome = tool("tools/batch.py", checkpoint, requests, answers)
-    assert outcome.code == 0 and "complete, 6 answers" in outcome.output
+    assert outcome.code == 0 and "complete, 4 answers" in outcome.output
 
 
 def test_vectors_and_texts_share_a_batch(checkpoint, tmp_path):

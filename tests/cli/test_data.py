@@ -3,6 +3,7 @@
 
 import json
 import os
+import shutil
 
 import numpy as np
 import pytest
@@ -54,18 +55,17 @@ def test_a_blend_with_growing_batches_resumes_on_another_mesh_as_on_one_device(b
     grow = ("--batch-size", 16, "--batch-size-ramp", 8, 8, 16, "--seq-len", 32, "--seq-len-growth", "16:2")
     small = write("small.json", '{"num_layers": 2, "hidden_size": 64}')
     arguments = ("tools/train.py", "--data", blend, "--config", small, *grow, "--dropout", 0.1, "--adam-epsilon", 1e-5)
-    outcome = tool(*arguments, "--steps", 5, "--output-dir", tmp_path / "one")
+    saved = ("--steps", 5, "--save-every", 1, "--output-dir")
+    outcome = tool(*arguments, *saved, tmp_path / "one")
     assert outcome.code == 0, outcome.output
     assert "compiled for 8 sequences of 16" in outcome.output
     assert "compiled for 16 sequences of 32" in outcome.output
     assert "a 70.0%" in outcome.output
-    first = fewer_microbatches(CONFIGS / "pangu_tiny_pp2.yaml", tmp_path)
-    rest = ("--decay-steps", 5, "--save-every", 1, "--output-dir", tmp_path / "many")
-    outcome = tool(*arguments, "--steps", 3, "--strategy", first, *rest, processes=2)
-    assert outcome.code == 0, outcome.output
-    outcome = tool(
-        *arguments, "--steps", 5, "--strategy", CONFIGS / "pangu_tiny_dp2.yaml", *rest, "--resume", processes=2
-    )
+    shutil.copytree(tmp_path / "one", tmp_path / "many")
+    for step in (2, 3, 4, 5):
+        shutil.rmtree(tmp_path / "many" / "checkpoints" / f"step-{step:08d}")
+    mesh = fewer_microbatches(CONFIGS / "pangu_tiny_dp2_pp2_zero.yaml", tmp_path)
+    outcome = tool(*arguments, *saved, tmp_path / "many", "--strategy", mesh, "--resume", processes=4)
     assert outcome.code == 0, outcome.output
     np.testing.assert_allclose(losses(tmp_path / "many"), losses(tmp_path / "one"), rtol=1e-5)
 
@@ -154,8 +154,8 @@ def test_the_steps_from_raw_text_to_tokens(checkpoint, tmp_path):
         ("tokenize", clean, "--tokenizer", checkpoint / "tokenizer.model", "--out", tmp_path / "tokens"),
     )
     reports = []
-    for step in steps:
-        outcome = preprocess(*step, start=run)
+    for step, start in zip(steps, (tool, tool, tool, run), strict=True):
+        outcome = preprocess(*step, start=start)
         assert outcome.code == 0, outcome.output
         reports.append(json.loads(outcome.output[outcome.output.index("{") : outcome.output.rindex("}") + 1]))
     assert reports[0]["removed"] == 1
@@ -225,11 +225,13 @@ def test_files_of_megatron_there_and_back_and_a_run_that_resumes_on_them(blend, 
     arguments = ("tools/train.py", "--data", data, "--config", small, "--seq-len", 32, "--batch-size", 4)
     assert "name no tokenizer" in tool(*arguments).output
     arguments += (*tokenizer, "--adam-epsilon", 1e-5, "--decay-steps", 4)
-    outcome = tool(*arguments, "--steps", 4, "--output-dir", tmp_path / "one")
+    rest = ("--save-every", 2, "--output-dir")
+    outcome = tool(*arguments, "--steps", 4, *rest, tmp_path / "one")
     assert outcome.code == 0, outcome.output
     assert "samples 0 to 15 of 25 in Megatron-LM's order: corpora/a" in outcome.output
-    rest = ("--save-every", 2, "--output-dir", tmp_path / "many")
-    assert tool(*arguments, "--steps", 2, *rest).code == 0
+    shutil.copytree(tmp_path / "one", tmp_path / "many")
+    shutil.rmtree(tmp_path / "many" / "checkpoints" / "step-00000004")
+    rest += (tmp_path / "many",)
     mesh = ("--strategy", CONFIGS / "pangu_tiny_dp2.yaml")
     outcome = tool(*arguments, "--steps", 4, *rest, *mesh, "--resume", processes=2)
     assert outcome.code == 0, outcome.output

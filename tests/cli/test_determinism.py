@@ -11,7 +11,7 @@ from conftest import ROOT
 
 pytestmark = pytest.mark.slow
 
-NUM_REQUESTS = 16
+NUM_REQUESTS = 12
 NGRAM = ("--speculate", "ngram", "--num-speculative-tokens", 2)
 
 
@@ -50,8 +50,7 @@ def test_answers_do_not_depend_on_company_drafts_or_mesh(suite, folder):
         assert sum(changed) >= 2, changed  # by so small an adapter not each short text is another
 
 
-@pytest.mark.parametrize("weights", ["int4-g32", "w8a8"])
-def test_so_do_answers_of_quantized_models(suite, folder, weights):
+def test_so_do_answers_of_quantized_models(suite, folder):
     """Tools, schemas, drafts, prefix cache and embeddings: a request of each kind."""
     flags = (
         "--embeddings",
@@ -61,7 +60,7 @@ def test_so_do_answers_of_quantized_models(suite, folder, weights):
         "--max-num-seqs",
         3,
         "--weights",
-        weights,
+        "w8a8",
         "--kv-cache",
         "int8",
     )

@@ -6,7 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
-from conftest import CONFIGS, ROOT, TWO_LAYERS, in_process, tool
+from conftest import CONFIGS, ROOT, TWO_LAYERS, fewer_microbatches, in_process, tool
 from safetensors.numpy import load_file
 
 from sporeloom.checkpoint.manifest import read_manifest
@@ -16,6 +16,7 @@ from sporeloom.strategy.tensor_slice import TensorSlice
 DECAY, STEPS = 0.75, 3
 TRAIN = ("tools/train.py", "--data", ROOT / "examples" / "small_town.txt", "--config", TWO_LAYERS, "--seq-len", 32)
 AVERAGED = ("--ema-decay", DECAY, "--save-every", 1)
+VALIDATED = ("--validate-every", 1, "--validate-ema")
 
 pytestmark = pytest.mark.slow
 
@@ -41,9 +42,17 @@ def initial(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def one_device(initial, tmp_path_factory):
+def sets(tmp_path_factory):
+    text = tmp_path_factory.mktemp("sets") / "town.txt"
+    text.write_text("".join((ROOT / "examples" / "small_town.txt").read_text().splitlines(keepends=True)[:5]))
+    return "--validation-data", f"town={text}"
+
+
+@pytest.fixture(scope="module")
+def one_device(initial, sets, tmp_path_factory):
+    """A run with averages, which are validated."""
     out = tmp_path_factory.mktemp("one") / "out"
-    trained("--from-checkpoint", initial, "--steps", STEPS, *AVERAGED, "--output-dir", out)
+    trained("--from-checkpoint", initial, "--steps", STEPS, *AVERAGED, *sets, *VALIDATED, "--output-dir", out)
     return out
 
 
@@ -68,7 +77,7 @@ def test_averages_are_those_of_the_formula_from_the_initial_weights(one_device, 
     assert max(np.abs(written[name] - final[name]).max() for name in final) > 1e-5
 
 
-def test_training_is_bit_for_bit_what_it_is_without(one_device, initial, tmp_path):
+def test_training_is_bit_for_bit_what_it_is_without_averages_and_their_validation(one_device, initial, tmp_path):
     trained("--from-checkpoint", initial, "--steps", STEPS, "--output-dir", tmp_path / "out")
     plain = load_file(tmp_path / "out" / "checkpoint" / "model.safetensors")
     for name, value in load_file(one_device / "checkpoint" / "model.safetensors").items():
@@ -76,15 +85,20 @@ def test_training_is_bit_for_bit_what_it_is_without(one_device, initial, tmp_pat
 
 
 @pytest.mark.parametrize("name", ["pangu_tiny_dp2_tp2_zero", "pangu_tiny_pp2"])
-def test_a_mesh_has_the_averages_of_one_device(one_device, initial, tmp_path, name):
-    strategy = CONFIGS / f"{name}.yaml"
+def test_a_mesh_has_the_averages_of_one_device(one_device, initial, sets, tmp_path, name):
+    """And validates them, as one with averages that are sharded must gather them for."""
+    strategy = fewer_microbatches(CONFIGS / f"{name}.yaml", tmp_path)
     out, processes = tmp_path / "out", 2 if name.endswith("pp2") else 4
-    arguments = ("--from-checkpoint", initial, "--steps", STEPS, *AVERAGED, "--output-dir", out)
+    more = (*sets, *VALIDATED) if name.endswith("zero") else ()
+    arguments = ("--from-checkpoint", initial, "--steps", STEPS, *AVERAGED, *more, "--output-dir", out)
     trained(*arguments, "--strategy", strategy, processes=processes)
     follows_the_formula(out, initial)
-    expected = load_file(one_device / "ema_checkpoint" / "model.safetensors")
-    for tensor, value in load_file(out / "ema_checkpoint" / "model.safetensors").items():
-        np.testing.assert_allclose(value, expected[tensor], rtol=0, atol=2e-5, err_msg=tensor)
+    for kind in ("ema_checkpoint", "checkpoint"):
+        expected = load_file(one_device / kind / "model.safetensors")
+        for tensor, value in load_file(out / kind / "model.safetensors").items():
+            np.testing.assert_allclose(value, expected[tensor], rtol=0, atol=2e-5, err_msg=tensor)
+    if more:
+        are_validated(out, sets, tmp_path / "again")
 
 
 def test_a_run_resumes_with_its_averages_on_another_mesh(one_device, tmp_path):
@@ -123,19 +137,8 @@ def test_resuming_without_the_averages_is_refused(one_device):
     assert "optimizer ema_decay was 0.75, is 0.0" in outcome.output
 
 
-@pytest.mark.parametrize("strategy", [None, "pangu_tiny_dp2_zero"])
-def test_averages_are_validated_and_the_weights_stay(one_device, initial, tmp_path, strategy):
-    text = tmp_path / "town.txt"
-    text.write_text("".join((ROOT / "examples" / "small_town.txt").read_text().splitlines(keepends=True)[:5]))
-    sets, out = ("--validation-data", f"town={text}"), tmp_path / "out"
-    mesh = ("--strategy", zero_of_two(tmp_path)) if strategy else ()
-    arguments = ("--from-checkpoint", initial, "--steps", STEPS, *AVERAGED, "--output-dir", out, *sets, *mesh)
-    trained(*arguments, "--validate-every", 1, "--validate-ema", processes=2 if strategy else 1)
-    for tensor, value in load_file(out / "checkpoint" / "model.safetensors").items():
-        plain = load_file(one_device / "checkpoint" / "model.safetensors")[tensor]
-        assert strategy or value.tobytes() == plain.tobytes(), tensor
-        np.testing.assert_allclose(value, plain, rtol=0, atol=2e-5, err_msg=tensor)
-    again = tmp_path / "again"
+def are_validated(out, sets, again):
+    """The loss of the averages is that of a model that has them as its weights."""
     still = ("--steps", 1, "--learning-rate", 0, "--min-learning-rate", 0)
     trained("--from-checkpoint", out / "ema_checkpoint", *still, "--output-dir", again, *sets)
     expected, found = (json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1]) for folder in (again, out))
@@ -143,11 +146,8 @@ def test_averages_are_validated_and_the_weights_stay(one_device, initial, tmp_pa
     assert found["validation/ema_loss"] == found["validation/town/ema_loss"] != found["validation/loss"]
 
 
-def zero_of_two(folder):
-    """A strategy of two replicas that shard the optimizer, and with it the averages."""
-    path = folder / "dp2_zero.yaml"
-    path.write_text(f"mesh: {{dp: 2}}\noptimizer_parallel: {{}}\nrules: {CONFIGS}/rules/decoder.yaml\n")
-    return path
+def test_averages_are_validated(one_device, sets, tmp_path):
+    are_validated(one_device, sets, tmp_path / "again")
 
 
 @pytest.mark.parametrize(

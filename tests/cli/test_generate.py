@@ -92,9 +92,11 @@ def test_codegeex_learns_code_and_continues_it_in_its_language(tmp_path, write):
         "--data",
         write("code.txt", text),
         "--steps",
-        5,
+        2,
         "--seq-len",
         32,
+        "--batch-size",
+        2,
     )
     outcome = tool("tools/train.py", *arguments, "--output-dir", tmp_path / "out")
     assert outcome.code == 0, outcome.output
@@ -117,7 +119,7 @@ def test_codegeex_learns_code_and_continues_it_in_its_language(tmp_path, write):
 
 def test_msrun_and_launch_give_the_tokens_of_one_device(checkpoint, tmp_path, write):
     prompts = write("prompts.jsonl", '{"prompt": "小镇的早晨"}\n{"prompt": "老人坐在河边\\n钓鱼"}\n')
-    arguments = ("--checkpoint", checkpoint, "--prompt-file", prompts, "--max-new-tokens", 8, "--json")
+    arguments = ("--checkpoint", checkpoint, "--prompt-file", prompts, "--max-new-tokens", 4, "--json")
     expected = [found["tokens"] for found in objects(tool("tools/generate.py", *arguments).output)]
     assert len(expected) == 2
     strategy = ("--strategy", CONFIGS / "pangu_tiny_tp2.yaml")

@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from conftest import run, shared, tool
+from conftest import shared, tool
 
 from sporeloom.core.hashes import write_hashes
 
@@ -26,12 +26,12 @@ def golden_codegeex():
     return {name.removeprefix("golden."): archive[name] for name in archive.files}
 
 
-def convert(*arguments, family="pangu", start=tool):
-    outcome = start("tools/convert_checkpoint.py", "--model", family, *arguments)
+def convert(*arguments, family="pangu"):
+    outcome = tool("tools/convert_checkpoint.py", "--model", family, *arguments)
     assert outcome.code == 0, outcome.output
 
 
-def checkpoint(folder, activation, family="pangu", start=tool):
+def checkpoint(folder, activation, family="pangu"):
     config = folder / "config_in.json"
     eod_id = {"pangu": 9, "codegeex": 100}[family]
     values = {"num_heads": 4, "activation": activation, "eod_id": eod_id}
@@ -47,15 +47,14 @@ def checkpoint(folder, activation, family="pangu", start=tool):
         source,
         folder / "checkpoint",
         family=family,
-        start=start,
     )
     return folder / "checkpoint"
 
 
-def score(folder, ids, *arguments, start=tool):
+def score(folder, ids, *arguments):
     np.save(folder / "ids.npy", ids)
     logits = folder / "logits.npy"
-    outcome = start(
+    outcome = tool(
         "tools/score.py",
         "--checkpoint",
         folder / "checkpoint",
@@ -101,10 +100,10 @@ def test_codegeex_gives_the_originals_logits_and_losses(tmp_path, golden_codegee
 
 
 def test_the_network_of_the_originals_pipeline_mode(tmp_path, golden):
-    config = checkpoint(tmp_path, "gelu_tanh", start=run) / "config.json"
+    config = checkpoint(tmp_path, "gelu_tanh") / "config.json"
     config.write_text(config.read_text().replace("before_query", "after_query"))
     write_hashes(config.parent)
-    _, logits = score(tmp_path, golden["input_ids"], start=run)
+    _, logits = score(tmp_path, golden["input_ids"])
     expected = golden["transcribed_logits_pipeline_final_ln_last_act_tanh"]
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
 

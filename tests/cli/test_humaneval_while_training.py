@@ -8,7 +8,20 @@ import pytest
 from conftest import CONFIGS, TWO_LAYERS, in_process, tool
 
 TEXT = "The mill is near the river and a bridge, the bridge is near the market and a school. " * 40
-FLAGS = ("--config", TWO_LAYERS, "--seq-len", 64, "--learning-rate", 3e-3, "--warmup-steps", 0, "--decay-steps", 4)
+FLAGS = (
+    "--config",
+    TWO_LAYERS,
+    "--seq-len",
+    64,
+    "--batch-size",
+    4,
+    "--learning-rate",
+    3e-3,
+    "--warmup-steps",
+    0,
+    "--decay-steps",
+    4,
+)
 SOLVED = "def one():\n    return 1\n    #"
 """A prompt that has the solution: whatever follows in its line is a comment."""
 UNSOLVED = 'def two():\n    """Two."""\n'
@@ -35,7 +48,7 @@ def trained(folder, out, *arguments, steps=2, processes=1):
 
 
 def evaluated(folder):
-    return "--eval-humaneval-x", folder, "--eval-new-tokens", 8, "--eval-allow-execution"
+    return "--eval-humaneval-x", folder, "--eval-new-tokens", 4, "--eval-allow-execution"
 
 
 @pytest.mark.slow
@@ -48,7 +61,7 @@ def test_pass_at_1_is_that_of_the_checkpoint_and_training_is_what_it_is_without(
     assert [line.get("evaluation/humaneval-x/python/pass@1") for line in found] == [0.5, 0.5]
     done = tool(
         *("tools/evaluate.py", "humaneval-x", "--checkpoint", tmp_path / "evaluated" / "checkpoint", "--data", folder),
-        *("--max-new-tokens", 8, "--allow-execution", "--output-dir", tmp_path / "scores"),
+        *("--max-new-tokens", 4, "--allow-execution", "--output-dir", tmp_path / "scores"),
     )
     assert done.code == 0, done.output
     (score,) = json.loads((tmp_path / "scores" / "summary.json").read_text())

@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from conftest import CONFIGS, ROOT, tool
+from conftest import CONFIGS, ROOT, fewer_microbatches, tool
 from safetensors.numpy import load_file
 
 pytestmark = pytest.mark.slow
@@ -26,7 +26,7 @@ def run(tmp_path_factory):
 
     def trained(name, *flags, processes=1):
         data = ("--data", ROOT / "examples" / "small_town.txt", "--output-dir", folder / name)
-        sizes = ("--size", "ultra_moe_tiny", "--config", model, "--steps", 3, "--seq-len", 32, "--warmup-steps", 0)
+        sizes = ("--size", "ultra_moe_tiny", "--config", model, "--steps", 2, "--seq-len", 32, "--warmup-steps", 0)
         told = ("--indexer-loss-coefficient", 1, "--optimizer", "adamw", "--adam-epsilon", 1e-5)
         known = ("--tokenizer", first / "checkpoint" / "tokenizer.model") if first.exists() else ()
         outcome = tool("tools/train.py", *data, *sizes, *told, *known, *flags, processes=processes)
@@ -37,10 +37,10 @@ def run(tmp_path_factory):
     return trained
 
 
-def test_the_dense_warmup_changes_the_indexer_alone_on_every_mesh(run):
+def test_the_dense_warmup_changes_the_indexer_alone_on_every_mesh(run, tmp_path):
     start, _ = run("start", "--learning-rate", 0, "--min-learning-rate", 0)
     alone, metrics = run("alone", "--indexer-dense-warmup")
-    strategy = ("--strategy", CONFIGS / "pangu_tiny_pp2.yaml")
+    strategy = ("--strategy", fewer_microbatches(CONFIGS / "pangu_tiny_pp2.yaml", tmp_path))
     staged, of_stages = run("staged", "--indexer-dense-warmup", *strategy, processes=2)
     for name, value in alone.items():
         assert np.array_equal(value, start[name]) != (".attention.indexer." in name), name

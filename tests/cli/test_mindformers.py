@@ -24,7 +24,7 @@ output_dir: {out}
 trainer: {{type: CausalLanguageModelingTrainer, model_name: pangualpha_tiny}}
 parallel_config: {{data_parallel: 1, model_parallel: 1}}
 model: {{model_config: {{type: PanguAlphaConfig, seq_length: 32}}}}
-runner_config: {{batch_size: 4, stop_step: 20}}
+runner_config: {{batch_size: 4, stop_step: 6}}
 optimizer: {{type: AdamW, betas: [0.9, 0.98], eps: 1.0e-7, weight_decay: 0.05}}
 lr_schedule: {{type: CosineWithWarmUpLR, learning_rate: 2.0e-3, lr_end: 1.0e-4, warmup_steps: 3}}
 runner_wrapper: {{type: MFTrainOneStepCell, max_grad_norm: 0.5}}
@@ -72,22 +72,34 @@ def trained(checkpoint, tmp_path_factory):
     return {"pangu": checkpoint, "codegeex": out / "checkpoint"}
 
 
+PROMPTS = {"pangu": PROMPT, "codegeex": "def add(a, b):\n    return"}
+
+
 @needs_mindformers
-@pytest.mark.parametrize(("family", "prompt"), [("pangu", PROMPT), ("codegeex", "def add(a, b):\n    return")])
-def test_auto_classes_generate_and_pipeline_equal_our_tools(trained, tmp_path, family, prompt):
-    folder, ids_file = trained[family], tmp_path / "ids.npy"
-    np.save(ids_file, np.random.RandomState(0).randint(10, 900, (2, 20)))
-    outcome = run(WORKER, folder, ids_file, prompt, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
+def test_auto_classes_generate_and_pipeline_equal_our_tools(trained, tmp_path):
+    words = []
+    for family, prompt in PROMPTS.items():
+        np.save(tmp_path / f"{family}.npy", np.random.RandomState(0).randint(10, 900, (2, 20)))
+        words += [trained[family], tmp_path / f"{family}.npy", prompt]
+    outcome = run(WORKER, *words, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
     assert outcome.code == 0, outcome.output
     assert not any(word in outcome.output for word in ("WARNING", "ERROR", "Traceback")), outcome.output
     assert "INFO" not in outcome.output, outcome.output  # least of all the whole configuration
-    found = printed(outcome)
+    lines = [json.loads(line) for line in outcome.output.splitlines() if line.startswith("{")]
+    for (family, prompt), found in zip(PROMPTS.items(), lines, strict=True):
+        equals_our_tools(family, prompt, found, trained[family], tmp_path)
+
+
+def equals_our_tools(family, prompt, found, folder, tmp_path):
+    ids_file = tmp_path / f"{family}.npy"
     assert found["config"] == [{"pangu": "PanGuConfig", "codegeex": "CodeGeeXConfig"}[family], 2, 128]
     assert found["round_trip"] == prompt
 
-    scored = tool("tools/score.py", "--checkpoint", folder, "--ids", ids_file, "--logits-out", tmp_path / "logits.npy")
+    scored = tool(
+        "tools/score.py", "--checkpoint", folder, "--ids", ids_file, "--logits-out", tmp_path / f"{family}.ours.npy"
+    )
     assert scored.code == 0, scored.output
-    assert np.load(tmp_path / "logits.npy").tobytes() == np.load(f"{ids_file}.logits.npy").tobytes()
+    assert np.load(tmp_path / f"{family}.ours.npy").tobytes() == np.load(f"{ids_file}.logits.npy").tobytes()
 
     generate = ("tools/generate.py", "--checkpoint", folder, "--max-new-tokens", 6, "--json", "--prompt", prompt)
     ours = printed(tool(*generate))
@@ -104,10 +116,10 @@ def test_a_yaml_trains_as_our_tool_does_and_goes_on_from_there(tmp_path):
     code = (
         "import json",
         "from sporeloom.integrations.trainer import Trainer",
-        f"trainer = Trainer('mine.yaml', train_dataset={str(TEXT)!r})",
+        f"trainer = Trainer('mine.yaml', train_dataset={str(TEXT)!r}, config={str(TWO_LAYERS)!r})",
         "folder = trainer.train()",
         f"text = trainer.predict({PROMPT!r}, max_new_tokens=6)",
-        f"more = Trainer('mine.yaml', train_dataset={str(TEXT)!r}, output_dir='more', steps=2)",
+        f"more = Trainer('mine.yaml', train_dataset={str(TEXT)!r}, config={str(TWO_LAYERS)!r}, output_dir='more', steps=1)",
         "more.finetune(folder)",
         "print(json.dumps({'folder': str(folder), 'text': text}))",
     )
@@ -115,13 +127,28 @@ def test_a_yaml_trains_as_our_tool_does_and_goes_on_from_there(tmp_path):
     assert outcome.code == 0, outcome.output
     found = printed(outcome)
     flags = (
-        *("--seed", 3, "--seq-len", 32, "--batch-size", 4, "--steps", 20, "--adam-beta1", 0.9, "--adam-beta2", 0.98),
+        *(
+            "--seed",
+            3,
+            "--seq-len",
+            32,
+            "--batch-size",
+            4,
+            "--config",
+            TWO_LAYERS,
+            "--steps",
+            6,
+            "--adam-beta1",
+            0.9,
+            "--adam-beta2",
+            0.98,
+        ),
         *("--adam-epsilon", 1e-7, "--weight-decay", 0.05, "--learning-rate", 2e-3, "--min-learning-rate", 1e-4),
         *("--warmup-steps", 3, "--max-grad-norm", 0.5),
     )
     ours = tool("tools/train.py", "--data", TEXT, *flags, "--output-dir", tmp_path / "ours")
     assert ours.code == 0, ours.output
-    assert len(losses(tmp_path / "ours")) == 20
+    assert len(losses(tmp_path / "ours")) == 6
     np.testing.assert_allclose(losses(tmp_path / "theirs"), losses(tmp_path / "ours"), rtol=1e-5)
     generate = (
         "tools/generate.py",
@@ -134,7 +161,13 @@ def test_a_yaml_trains_as_our_tool_does_and_goes_on_from_there(tmp_path):
         PROMPT,
     )
     assert found["text"] == [printed(tool(*generate))["text"]]
-    assert abs(losses(tmp_path / "more")[0] - losses(tmp_path / "ours")[-1]) < 1.0 < losses(tmp_path / "ours")[0] - 5.0
+    more = tool(
+        *("tools/train.py", "--data", TEXT, *flags, "--steps", 1, "--from-checkpoint", found["folder"]),
+        *("--output-dir", tmp_path / "more_of_ours"),
+    )
+    assert more.code == 0, more.output
+    np.testing.assert_allclose(losses(tmp_path / "more"), losses(tmp_path / "more_of_ours"), rtol=1e-5)
+    assert losses(tmp_path / "more")[0] < losses(tmp_path / "ours")[0] - 0.2
 
 
 def test_evaluate_is_the_loss_of_our_tool(checkpoint, tmp_path):
@@ -162,31 +195,6 @@ def test_evaluate_is_the_loss_of_our_tool(checkpoint, tmp_path):
     assert found["loss"] == pytest.approx(printed(scored)["loss"], rel=1e-6)
     assert found["in_parts"]["loss"] == pytest.approx(found["loss"], rel=1e-6)
     assert found["in_parts"]["num_tokens"] == found["num_tokens"]
-
-
-def test_fine_tuning_on_a_mesh_starts_from_the_same_weights(checkpoint, tmp_path):
-    arguments = ("tools/train.py", "--data", TEXT, "--from-checkpoint", checkpoint, "--seq-len", 32, "--steps", 2)
-    strategy = ROOT / "parallel_configs" / "pangu_tiny_dp2_tp2_zero.yaml"
-    for name, processes, more in (("one", 1, ()), ("four", 4, ("--strategy", strategy))):
-        outcome = tool(*arguments, *more, "--output-dir", tmp_path / name, processes=processes)
-        assert outcome.code == 0, outcome.output
-        assert f"weights from {checkpoint}" in outcome.output
-    np.testing.assert_allclose(losses(tmp_path / "four"), losses(tmp_path / "one"), rtol=1e-5)
-    fresh = tool(
-        "tools/train.py",
-        "--data",
-        TEXT,
-        "--config",
-        TWO_LAYERS,
-        "--seq-len",
-        32,
-        "--steps",
-        1,
-        "--output-dir",
-        tmp_path / "fresh",
-    )
-    assert fresh.code == 0
-    assert losses(tmp_path / "one")[0] < losses(tmp_path / "fresh")[0] - 1.0
 
 
 @pytest.mark.parametrize(

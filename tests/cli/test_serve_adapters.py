@@ -4,6 +4,7 @@
 import json
 
 import httpx
+import openai
 import pytest
 from conftest import in_process
 from serving import TEXT, adapter_folder, serving
@@ -83,6 +84,21 @@ def test_adapters_answer_the_same_from_every_slot_and_after_others_were_there(se
     assert (answer(server, "one"), answer(server, "fixed"), answer(server, "town")) == (fixed, fixed, base)
     assert names(server) == ["town", "fixed", "other", "one"]
     assert unload(server, "one").status_code == unload(server, "other").status_code == 200
+
+
+def test_adapters_are_models_that_clients_name(server):
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret", max_retries=0)
+    assert {each.id: each.parent for each in client.models.list()} == {"town": None, "fixed": "town"}
+    found = {
+        name: client.completions.create(model=name, prompt=PROMPT, max_tokens=8, temperature=0, logprobs=0)
+        for name in ("town", "fixed")
+    }
+    assert {name: answer.model for name, answer in found.items()} == {"town": "town", "fixed": "fixed"}
+    assert len({str(answer.choices[0].logprobs.token_logprobs) for answer in found.values()}) == 2
+    unnamed = server.complete(prompt=PROMPT, max_tokens=8, temperature=0)
+    assert unnamed["choices"][0]["text"] == found["town"].choices[0].text
+    status, message, param = server.refused(prompt=PROMPT, model="other")
+    assert (status, param) == (404, "model") and "'town', 'fixed'" in message
 
 
 def test_a_text_keeps_the_adapters_that_it_began_with(server):

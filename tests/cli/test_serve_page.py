@@ -31,21 +31,6 @@ async def press(page, key):
         await page.call("Input.dispatchKeyEvent", type=kind, key=key, code=key)
 
 
-def test_adapters_are_models_that_clients_name(server):
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-    assert {each.id: each.parent for each in client.models.list()} == {"town": None, "helper": "town"}
-    found = {
-        name: client.completions.create(model=name, prompt=PROMPT, max_tokens=8, temperature=0, logprobs=0)
-        for name in ("town", "helper")
-    }
-    assert {name: answer.model for name, answer in found.items()} == {"town": "town", "helper": "helper"}
-    assert len({str(answer.choices[0].logprobs.token_logprobs) for answer in found.values()}) == 2
-    unnamed = server.complete(prompt=PROMPT, max_tokens=8, temperature=0)
-    assert unnamed["choices"][0]["text"] == found["town"].choices[0].text
-    status, message, param = server.refused(prompt=PROMPT, model="other")
-    assert (status, param) == (404, "model") and "'town', 'helper'" in message
-
-
 @needs_chromium
 def test_a_text_is_continued_and_its_tokens_explained(server, tmp_path):
     async def work(page):

@@ -73,7 +73,7 @@ def ask(server, body):
 
 
 def test_an_answer_with_tools_schemas_and_reasoning_is_the_same_alone_and_together(server):
-    requests = list(bodies(16))
+    requests = list(bodies(12))
     alone = [ask(server, body) for body in requests]
     order = random.Random(1).sample(range(len(requests)), len(requests))
     with ThreadPoolExecutor(len(requests)) as pool:

@@ -17,6 +17,7 @@ from conftest import (
     ROOT,
     TWO_LAYERS,
     call,
+    fewer_microbatches,
     in_process,
     msrun,
     msrun_command,
@@ -97,10 +98,10 @@ def test_a_chip_is_refused_where_there_is_none(tmp_path):
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
 
 
-def test_launch_trains_the_same_with_four_processes(one_device, tmp_path):
+def test_launch_trains_the_same_with_two_processes(one_device, write, tmp_path):
     out = tmp_path / "out"
     tokenizer = one_device / "checkpoint" / "tokenizer.model"
-    strategy = CONFIGS / "pangu_tiny_dp2_tp2_zero.yaml"
+    strategy = write("zero.yaml", f"mesh: {{dp: 2}}\nrules: {CONFIGS}/rules/decoder.yaml\noptimizer_parallel: {{}}\n")
     graphs = tmp_path / "graphs"
     arguments = ("tools/train.py", *SMALL, "--tokenizer", tokenizer, "--strategy", strategy, "--output-dir")
     outcome = run(*arguments, out, "--launch", env={"SPORELOOM_CACHE": str(graphs)})
@@ -112,7 +113,7 @@ def test_launch_trains_the_same_with_four_processes(one_device, tmp_path):
     # The second run reads the graph that the first one kept, one for all ranks, and gives the same bits.
     used = {path.name: path.stat().st_mtime_ns for path in graphs.iterdir()}
     again = tmp_path / "again"
-    outcome = tool(*arguments, again, processes=4, env={"SPORELOOM_CACHE": str(graphs)})
+    outcome = tool(*arguments, again, processes=2, env={"SPORELOOM_CACHE": str(graphs)})
     assert outcome.code == 0, outcome.output
     assert {path.name for path in graphs.iterdir()} == used.keys()
     assert sum(path.stat().st_mtime_ns > used[path.name] for path in graphs.iterdir()) == 1
@@ -123,17 +124,17 @@ def test_launch_trains_the_same_with_four_processes(one_device, tmp_path):
 
 def test_msrun_trains_a_pipeline_and_scores_its_checkpoint(one_device, tmp_path):
     out = tmp_path / "out"
-    strategy = CONFIGS / "pangu_tiny_tp2_pp2.yaml"
-    outcome = msrun(4, tmp_path / "logs", ROOT / "tools/train.py", *SMALL, "--output-dir", out, "--strategy", strategy)
+    strategy = fewer_microbatches(CONFIGS / "pangu_tiny_pp2.yaml", tmp_path)
+    outcome = msrun(2, tmp_path / "logs", ROOT / "tools/train.py", *SMALL, "--output-dir", out, "--strategy", strategy)
     assert outcome.code == 0, outcome.output
     np.testing.assert_allclose(losses(out), losses(one_device), rtol=1e-5)
     ids = tmp_path / "ids.npy"
     np.save(ids, np.random.RandomState(0).randint(0, 2000, (4, 40)))
     arguments = ("--checkpoint", out / "checkpoint", "--ids", ids, "--logits-out")
     assert tool("tools/score.py", *arguments, tmp_path / "one.npy").code == 0
-    outcome = tool("tools/score.py", *arguments, tmp_path / "four.npy", "--strategy", strategy, processes=4)
+    outcome = tool("tools/score.py", *arguments, tmp_path / "two.npy", "--strategy", strategy, processes=2)
     assert outcome.code == 0, outcome.output
-    np.testing.assert_allclose(np.load(tmp_path / "four.npy"), np.load(tmp_path / "one.npy"), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(np.load(tmp_path / "two.npy"), np.load(tmp_path / "one.npy"), rtol=0, atol=1e-5)
 
 
 def test_steps_without_finite_gradients_are_skipped_up_to_a_bound(tmp_path):
@@ -278,13 +279,13 @@ def test_msrun_with_another_number_of_processes_fails_and_says_why(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def kill_rank_2(folder):
-    """Start a job of 4, kill one worker in the midst of it. Returns everything that was said; the job has ended by then."""
+def kill_rank_1(folder):
+    """Start a job of 2, kill one worker in the midst of it. Returns everything that was said; the job has ended by then."""
     out, logs = folder / "out", folder / "logs"
     arguments = (*SMALL, "--steps", 5000, "--output-dir", out)
-    strategy = CONFIGS / "pangu_tiny_dp2_tp2.yaml"
+    strategy = CONFIGS / "pangu_tiny_dp2.yaml"
     job = subprocess.Popen(
-        msrun_command(4, logs, ROOT / "tools/train.py", *arguments, "--strategy", strategy),
+        msrun_command(2, logs, ROOT / "tools/train.py", *arguments, "--strategy", strategy),
         cwd=ROOT,
         env=msrun_env(),
         stdout=subprocess.PIPE,
@@ -301,7 +302,7 @@ def kill_rank_2(folder):
         for process in psutil.Process(job.pid).children(recursive=True):
             if is_alive(process) and process.environ().get("MS_ROLE") == "MS_WORKER":
                 workers[process.environ()["RANK_ID"]] = process
-        os.kill(workers["2"].pid, signal.SIGKILL)
+        os.kill(workers["1"].pid, signal.SIGKILL)
         output, _ = job.communicate(timeout=60)
     finally:
         job.kill()
@@ -310,7 +311,7 @@ def kill_rank_2(folder):
             process.kill()
     assert left == []
     assert job.returncode != 0
-    return output + "".join((logs / f"worker_{rank}.log").read_text() for rank in range(4))
+    return output + "".join((logs / f"worker_{rank}.log").read_text() for rank in range(2))
 
 
 def test_a_killed_worker_ends_the_job_and_is_named_with_its_last_step(tmp_path):
@@ -318,10 +319,10 @@ def test_a_killed_worker_ends_the_job_and_is_named_with_its_last_step(tmp_path):
     # that falls into the instant before they speak, they cannot; so there are three tries at the message.
     said = ""
     for attempt in range(3):
-        said += kill_rank_2(tmp_path / str(attempt))
+        said += kill_rank_1(tmp_path / str(attempt))
         if "is gone" in said:
             break
-    assert re.search(r"rank 2 is gone \(its last step was \d+\); ending this job", said)
+    assert re.search(r"rank 1 is gone \(its last step was \d+\); ending this job", said)
 
 
 def test_the_operator_that_made_the_first_nan_is_named(tmp_path):

@@ -14,6 +14,7 @@ from sporeloom.checkpoint.sharded import damage
 
 CORPUS = ROOT / "examples" / "small_town.txt"
 NARROW = ("--optimizer-state-dtype", "bfloat16")
+SHORT = ("--batch-size", 2, "--seq-len", 32)
 pytestmark = pytest.mark.slow
 
 
@@ -21,7 +22,9 @@ pytestmark = pytest.mark.slow
 def run(tmp_path_factory):
     """A dense run of two steps: its weights, and the state it could be resumed from."""
     folder = tmp_path_factory.mktemp("dense") / "out"
-    told = ("--steps", 2, "--save-every", 2, *NARROW, "--output-dir", folder)
+    small = folder.parent / "small.json"
+    small.write_text('{"num_layers": 3, "hidden_size": 64}')
+    told = ("--config", small, "--steps", 2, "--save-every", 2, *NARROW, *SHORT, "--output-dir", folder)
     outcome = tool("tools/train.py", "--data", CORPUS, *told)
     assert outcome.code == 0, outcome.output
     return folder
@@ -44,7 +47,7 @@ def test_every_expert_is_a_copy_and_the_logits_stay(run, tmp_path):
     assert outcome.code == 0 and "within 1e-05" in outcome.output, outcome.output
     dense, weights = load_weights(run / "checkpoint"), load_weights(out)
     _, config = load_config(out)
-    assert [config.has_experts(layer) for layer in range(4)] == [False, True, False, False]
+    assert [config.has_experts(layer) for layer in range(3)] == [False, True, False]
     name = "layers.1.mlp.experts.up.weight"
     assert weights[name].shape == (4, *dense["layers.1.mlp.up.weight"].shape)
     assert (weights[name] == dense["layers.1.mlp.up.weight"]).all()
@@ -64,19 +67,38 @@ def test_noise_tells_the_experts_apart_and_verify_tells_when_weights_do_not_add_
 def test_a_training_checkpoint_keeps_its_moments_and_is_resumed(run, tmp_path):
     out = tmp_path / "out" / "checkpoints" / "step-00000002"
     outcome = in_process(
-        "tools/upcycle.py", "--checkpoint", run / "checkpoints", "--num-experts", 2, "--out", out, "--carry-optimizer"
+        "tools/upcycle.py",
+        "--checkpoint",
+        run / "checkpoints",
+        "--num-experts",
+        2,
+        "--layer-frequency",
+        2,
+        "--out",
+        out,
+        "--carry-optimizer",
     )
     assert outcome.code == 0, outcome.output
     manifest = read_manifest(out)
     assert damage(out, manifest) is None
     dense = read_manifest(checkpoints(run / "checkpoints")[0])
-    name = "adam_m.layers.0.mlp.{}up.weight"
+    name = "adam_m.layers.1.mlp.{}up.weight"
     assert manifest.tensors[name.format("experts.")].shape == (2, *dense.tensors[name.format("")].shape)
     assert {
         name.split(".")[0]: entry.dtype for name, entry in manifest.tensors.items() if "_" in name.split(".")[0]
     } == {name.split(".")[0]: entry.dtype for name, entry in dense.tensors.items() if "_" in name.split(".")[0]}
     assert manifest.tensors[name.format("experts.")].dtype == "bfloat16"
-    told = ("--config", out / "config.json", *NARROW, "--steps", 3, "--resume", "--output-dir", tmp_path / "out")
+    told = (
+        "--config",
+        out / "config.json",
+        *NARROW,
+        *SHORT,
+        "--steps",
+        3,
+        "--resume",
+        "--output-dir",
+        tmp_path / "out",
+    )
     outcome = tool("tools/train.py", "--data", CORPUS, *told)
     assert outcome.code == 0, outcome.output
     line = json.loads((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()[-1])
@@ -92,7 +114,7 @@ def test_a_training_checkpoint_keeps_its_moments_and_is_resumed(run, tmp_path):
         (("--num-experts", 0), "--num-experts must be at least 1"),
         (("--num-experts", 4, "--verify", "--noise", 0.1), "with --noise the logits of both models differ"),
         (("--num-experts", 4, "--carry-optimizer"), "a model folder has no optimizer state to carry"),
-        (("--num-experts", 4, "--first-dense-layers", 9), "none of the 4 layers has any"),
+        (("--num-experts", 4, "--first-dense-layers", 9), "none of the 3 layers has any"),
     ],
 )
 def test_bad_input(run, tmp_path, told, message):

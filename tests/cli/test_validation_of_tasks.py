@@ -44,7 +44,7 @@ def tuned(task, files, out, *more, processes=1):
     data = files / ("examples.jsonl" if task in ("sft", "distill") else "pairs.jsonl")
     arguments = (
         *(f"tools/{task}.py", "--from-checkpoint", files / "base" / "checkpoint", "--data", data, "--seq-len", 32),
-        *("--batch-size", 4, "--steps", 3, *RATE, "--output-dir", out, *more),
+        *("--batch-size", 4, "--steps", 2, *RATE, "--output-dir", out, *more),
     )
     outcome = tool(*arguments, processes=processes)
     assert outcome.code == 0, outcome.output
@@ -54,15 +54,13 @@ def tuned(task, files, out, *more, processes=1):
 @pytest.mark.parametrize(
     ("task", "flags"),
     [
-        ("sft", ()),
         ("sft", ("--lora-r", 2, "--train-on", "everything")),
         ("dpo", ("--label-smoothing", 0.1)),
-        ("dpo", ("--loss-type", "ipo")),
         ("simpo", ("--label-smoothing", 0.1)),
         ("orpo", ()),
         ("reward", ("--center-rewards-coefficient", 0.1)),
     ],
-    ids=["sft", "sft_lora", "dpo", "dpo_ipo", "simpo", "orpo", "reward"],
+    ids=["sft_lora", "dpo", "simpo", "orpo", "reward"],
 )
 def test_the_loss_is_that_of_the_next_step(task, flags, files, tmp_path):
     data = files / ("examples.jsonl" if task == "sft" else "pairs.jsonl")
@@ -75,13 +73,11 @@ def test_the_loss_is_that_of_the_next_step(task, flags, files, tmp_path):
     assert found[-1]["validation/loss"] < found[0]["validation/loss"]
 
 
-@pytest.mark.parametrize("task", ["dpo", "sft"])
-def test_a_pipeline_validates_as_one_device_does(task, files, tmp_path):
-    data = files / ("examples.jsonl" if task == "sft" else "pairs.jsonl")
-    more = ("--validation-data", f"held={data}", "--validate-every", 1, "--lora-r", 2)
+def test_a_pipeline_validates_as_one_device_does(files, tmp_path):
+    more = ("--validation-data", f"held={files / 'pairs.jsonl'}", "--validate-every", 1, "--lora-r", 2)
     mesh = ("--strategy", fewer_microbatches(CONFIGS / "pangu_tiny_pp2.yaml", tmp_path))
-    one = tuned(task, files, tmp_path / "one", *more)
-    other = tuned(task, files, tmp_path / "pp2", *more, *mesh, processes=2)
+    one = tuned("dpo", files, tmp_path / "one", *more)
+    other = tuned("dpo", files, tmp_path / "pp2", *more, *mesh, processes=2)
     for expected, found in zip(one, other, strict=True):
         assert found.keys() - {"communication_s"} == expected.keys()  # one device has none
         assert found["validation/loss"] == pytest.approx(expected["validation/loss"], abs=1e-5)
@@ -103,8 +99,7 @@ def test_what_is_shorter_than_a_batch_does_not_count_twice(files, tmp_path):
 def test_a_resumed_run_compares_with_the_reference_that_it_began_with(files, tmp_path):
     out, held = tmp_path / "out", ("--validation-data", f"held={files / 'pairs.jsonl'}", "--validate-every", 1)
     found = tuned("dpo", files, out, *held, "--save-every", 1)
-    for step in (2, 3):
-        shutil.rmtree(out / "checkpoints" / f"step-{step:08d}")
+    shutil.rmtree(out / "checkpoints" / "step-00000002")
     assert tuned("dpo", files, out, *held, "--resume")[-1]["validation/loss"] == found[-1]["validation/loss"]
     (kept,) = out.glob("reference-*.npy")
     kept.unlink()

@@ -203,6 +203,7 @@ def test_a_wheel_works_without_the_repository(tmp_path):
     installed = run(*pip, "install", "--no-deps", "--target", site, next(tmp_path.glob("*.whl")))
     assert installed.code == 0, installed.output
     shutil.copy(ROOT / "examples/small_town.txt", tmp_path / "text.txt")
+    shutil.copy(TWO_LAYERS, tmp_path / "two_layers.json")
     shutil.rmtree(source)
 
     def verb(*words):
@@ -217,12 +218,12 @@ def test_a_wheel_works_without_the_repository(tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout + done.stderr
 
-    small = ("--data", "text.txt", "--steps", 2, "--seq-len", 16, "--batch-size", 4)
+    small = ("--data", "text.txt", "--config", "two_layers.json", "--steps", 1, "--seq-len", 16, "--batch-size", 4)
     assert "pp 1 x dp 1 x tp 2 = 2" in verb("train", *small, "--strategy", "pangu_tiny_tp2", "--launch")
     assert "2 tokens" in verb(
         "generate", "--checkpoint", "out/latest/checkpoint", "--prompt", "the", "--max-new-tokens", 2
     )
-    plan = "plan --model codegeex --size 13b --cluster h100 --devices 8 --global-batch-size 64 --out planned.yaml"
+    plan = "plan --model codegeex --size tiny --cluster h100 --devices 8 --global-batch-size 64 --out planned.yaml"
     assert "step s" in verb(*plan.split())
     assert load_strategy(tmp_path / "planned.yaml").mesh.size == 8
     assert "rank 1:" in verb("dry-run", "--strategy", "pangu_tiny_tp2", "--ranks", "1", "--fast")

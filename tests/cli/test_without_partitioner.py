@@ -9,7 +9,7 @@ import pytest
 from conftest import CONFIGS, ROOT, TWO_LAYERS, run, tool
 
 TEXT = ROOT / "examples" / "small_town.txt"
-TRAIN = ("tools/train.py", "--data", TEXT, "--config", TWO_LAYERS, "--seq-len", 32, "--steps", 3, "--batch-size", 4)
+TRAIN = ("tools/train.py", "--data", TEXT, "--config", TWO_LAYERS, "--seq-len", 32, "--steps", 2, "--batch-size", 4)
 WITHOUT = {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "without_partitioner"), str(ROOT)])}
 SAID = "has no partitioner of its own (cannot import name"
 
@@ -37,8 +37,9 @@ def launched(out, strategy, *arguments):
     return run(*TRAIN, "--tokenizer", tokenizer, "--strategy", strategy, "--launch", *arguments, env=WITHOUT)
 
 
-def test_training_equals_one_device(one_device, tmp_path):
-    outcome = launched(one_device, CONFIGS / "pangu_tiny_dp2_tp2_zero.yaml", "--output-dir", tmp_path / "out")
+def test_training_equals_one_device(one_device, write, tmp_path):
+    strategy = write("zero.yaml", f"mesh: {{dp: 2}}\nrules: {CONFIGS}/rules/decoder.yaml\noptimizer_parallel: {{}}\n")
+    outcome = launched(one_device, strategy, "--output-dir", tmp_path / "out")
     assert outcome.code == 0, outcome.output
     np.testing.assert_allclose(losses(tmp_path / "out"), losses(one_device), rtol=1e-5)
 
@@ -52,7 +53,7 @@ def test_generation_equals_one_device(one_device):
         "--prompt",
         "the",
         "--max-new-tokens",
-        8,
+        2,
         "--json",
     )
     alone = tool(*words)

@@ -32,7 +32,7 @@ from sporeloom.models.config_file import config_with_file
 from sporeloom.models.parameters import parameter_shapes
 from sporeloom.strategy.tensor_slice import TensorSlice
 
-FLIPS = 25
+FLIPS = 12
 """Of each file, besides one in its first and one in its last byte."""
 TEXT = ROOT / "examples" / "small_town.txt"
 SIZES = {"hidden_size": 16, "num_layers": 2, "num_heads": 4, "head_dim": 8, "ffn_hidden_size": 32, "seq_len": 8}
@@ -82,7 +82,7 @@ def folders(tmp_path_factory):
     about |= {"model": {"family": FAMILY, **model.to_dict()}, "strategy": {"dp": 1}, "versions": {"numpy": "1"}}
     finish(partial, root / "states", 1, 3, about).rename(root / "state")
     reshard(root / "state", root / "resharded", whole_in_one_file(moments), {})
-    export(root / "state", root / "exported", 1 << 12)  # several files and their index
+    export(root / "state", root / "exported", 1 << 14)  # several files and their index
     return root
 
 

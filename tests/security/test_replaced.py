@@ -136,8 +136,13 @@ FOLDERS = {
 }
 
 
-@pytest.mark.parametrize("exchanges", [True, False], ids=["exchange", "aside"])
-@pytest.mark.parametrize("kind", FOLDERS)
+ASIDE = ("plain", "state")
+"""Models and adapters are replaced in the same way as plain folders; a state is not."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "exchanges"), [*((kind, True) for kind in FOLDERS), *((kind, False) for kind in ASIDE)]
+)
 def test_a_replaced_folder_is_the_old_or_the_new_one(tmp_path, monkeypatch, kind, exchanges):
     name, write, read = FOLDERS[kind]
     if not exchanges:

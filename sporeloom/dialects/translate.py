@@ -115,8 +115,9 @@ def translate(
         ConfigError: it cannot be understood.
     """
     settings, notes = read(path, dialect or recognize(path), known, devices)
-    if config_out and settings.model:
-        settings = dataclasses.replace(settings, train={**settings.train, "config": str(config_out)})
+    if settings.model and (config_out or to == "ours"):  # a command without --config would train another model
+        file = str(config_out or "MODEL.json")
+        settings = dataclasses.replace(settings, train={**settings.train, "config": file})
     rules = shipped_or_file(rules, RULES)
     if to == "ours":
         text, more = ours.write(settings, name_of(rules, RULES) or _relative(rules, out.parent))

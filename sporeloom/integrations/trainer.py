@@ -141,9 +141,18 @@ class Trainer:
         return trained
 
     def _model_file(self, start: Path | None) -> Path | None:
-        """The model of the file, where it is not a built-in size, and neither an option nor a checkpoint gives it."""
-        if start or self.settings.model is None or {"size", "config"} & self.options.keys():
+        """The model of the file, where it is not a built-in size, and neither an option nor a checkpoint gives it.
+
+        Raises:
+            ConfigError: nothing gives it.
+        """
+        if start or {"size", "config"} & self.options.keys():
             return None
+        if self.settings.model is None:
+            source = self.settings.strategy.source
+            raise ConfigError(
+                f"{source} names no model of a size known here: give size=... or config=..., or model=..."
+            )
         path = Path(self.options["output_dir"]) / "model.json"
         write_text_atomically(path, json.dumps(self.settings.model.to_dict(), indent=2) + "\n")
         return path

@@ -22,6 +22,13 @@ from sporeloom.models.published import PublishedFormat, only, published_as
 Values = dict[str, Any]
 TYPE = MODEL + "type"
 EXPERTS = "moe_config.expert_num"
+RATES = tuple(MODEL + name for name in ("dropout_rate", "hidden_dropout_rate", "attention_dropout_rate"))
+OF_SIZE = {
+    **{MODEL + name: name for name in ("num_layers", "num_heads", "hidden_size", "ffn_hidden_size", "vocab_size")},
+    **dict.fromkeys(RATES, "dropout_rate"),
+}
+"""Keys of numbers that a built-in size has, too -> field of the model configuration."""
+NO_SIZE = "trainer.model_name names no size: give --size, or the model by --config"
 
 
 @dataclass(frozen=True)
@@ -163,6 +170,46 @@ def read_model(book: InputKeys, source: str) -> Network | None:
             book.note(MODEL + key, "renamed", told)
     book.note(TYPE, "renamed", f"--model {kind.family} {told}")
     return Network(kind.family, model, size)
+
+
+def read_changes(book: InputKeys, family: str, size: str | None) -> ModelConfig | None:
+    """The network where the file's numbers are not those of the size that `trainer.model_name` names; None where they are,
+    or it names none.
+
+    Raises:
+        ConfigError: no network has these numbers.
+    """
+    theirs = {key: book.peek(key) for key in OF_SIZE if book.peek(key) is not None}
+    known = family_module(family, "config").SIZES.get(size)
+    if known is None:
+        for key in theirs if size is None else ():
+            book.renote(key, "not expressible", NO_SIZE)
+            book.note(key, "not expressible", NO_SIZE)
+        return None
+    rates = {key: theirs.pop(key) for key in RATES if key in theirs}
+    if len(set(rates.values())) > 1:
+        for key in rates:
+            book.note(key, "not expressible", "a network here has one dropout rate")
+    elif rates:
+        theirs |= rates
+    told = {key: _of(known, OF_SIZE[key]) for key, value in theirs.items() if value != _of(known, OF_SIZE[key])}
+    if not told:
+        return None
+    asked = {OF_SIZE[key]: theirs[key] for key in told}
+    plain = {name: value for name, value in (known.to_dict() | asked).items() if value is not None}
+    model: ModelConfig = fields_from(
+        ModelConfig, Document(f"{book.given[next(iter(told))].place}: {MODEL[:-1]}", plain)
+    )
+    book.renote("trainer.model_name", "renamed", f"--model {family}")
+    for key, value in told.items():
+        why = f"--config: write it with --config-out FILE; --size {size} has {value}"
+        book.renote(key, "renamed", why)
+        book.note(key, "renamed", why)
+    return model
+
+
+def _of(model: ModelConfig, name: str) -> Any:
+    return model.ffn_size if name == "ffn_hidden_size" else getattr(model, name)
 
 
 def _plain(value: Any) -> Any:

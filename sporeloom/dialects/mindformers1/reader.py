@@ -38,13 +38,14 @@ from sporeloom.dialects.mindformers1.keys import (
     ZERO,
     ZERO_CONFIG,
 )
-from sporeloom.dialects.mindformers1.model import read_model
+from sporeloom.dialects.mindformers1.model import read_changes, read_model
 from sporeloom.dialects.mindformers1.swap import read_swap
 from sporeloom.dialects.rates import read_schedule
 from sporeloom.dialects.rows import read_rows
 from sporeloom.dialects.settings import GivenValue, InputKeys, Note, Settings
 from sporeloom.dialects.stages import virtual_stages
 from sporeloom.dialects.yaml_file import read_flat
+from sporeloom.models.family import family_module
 from sporeloom.strategy.config import OptimizerParallel, Pipeline, Recompute, Stages, Strategy
 from sporeloom.strategy.mesh import Mesh
 
@@ -88,6 +89,9 @@ def read(path: Path, known: Settings) -> tuple[Settings, list[Note]]:
     if found:
         book.note("trainer.model_name", "no effect", "given by model.model_config")
     _train(book, strategy, train)
+    model = found.model if found and not found.size else None
+    if not found and "model" in train and (model := read_changes(book, train["model"], train.get("size"))):
+        del train["size"]
     book.only(ONLY)
     for key, why in NOT_EXPRESSIBLE.items():
         book.note(key, "not expressible", why)
@@ -98,9 +102,7 @@ def read(path: Path, known: Settings) -> tuple[Settings, list[Note]]:
         for key in [key for key in book.given if key.startswith(MODEL) and book.is_open(key)]:
             book.note(key, "not expressible", "the model is of no family here")
     known_keys = [*(row.key for row in TRAIN), *WITHOUT_EFFECT, *NOT_EXPRESSIBLE, *(key for key, *_ in ONLY)]
-    return Settings(strategy, train, num_layers, found.model if found and not found.size else None), book.finish(
-        known_keys
-    )
+    return Settings(strategy, train, num_layers, model), book.finish(known_keys)
 
 
 def _corrected(given: dict[str, GivenValue]) -> dict[str, GivenValue]:
@@ -203,6 +205,8 @@ def _train(book: InputKeys, strategy: Strategy, train: dict[str, Any]) -> None:
         name = str(book.peek("trainer.model_name"))
         theirs, _, size = name.partition("_")
         family, size = MODELS.get(name, (FAMILIES.get(theirs), size))
+        if family and size not in (sizes := family_module(family, "config").SIZES) and size.replace("_", ".") in sizes:
+            size = size.replace("_", ".")  # 2_6b, as MindFormers has it
         if family:
             train["model"] = family
             train |= {"size": size} if size else {}

@@ -14,6 +14,7 @@ from conftest import CONFIGS, ROOT, run
 
 from sporeloom.core.errors import ConfigError
 from sporeloom.dialects import Settings, recognize, translate
+from sporeloom.models.family import size_config
 from sporeloom.strategy.checks import strategy_problems
 from sporeloom.strategy.config import (
     SINGLE_DEVICE,
@@ -237,18 +238,12 @@ def test_every_key_of_a_users_file_is_in_the_report_with_its_line(write, tmp_pat
         micro_batch_interleave=2,
         source="",
     )
-    expected = {
-        "steps": 90,
-        "seed": 7,
-        "model": "pangu",
-        "size": "13b",
-        "batch_size": 64,
-        "adam_beta1": 0.9,
-        "adam_beta2": 0.99,
-    }
+    expected = {"steps": 90, "seed": 7, "model": "pangu", "batch_size": 64, "adam_beta1": 0.9, "adam_beta2": 0.99}
     expected |= {"adam_epsilon": 1e-6, "learning_rate": 2e-5, "save_every": 500, "output_dir": "./out"}
     expected |= {"compute_dtype": "float16", "attention": "flash", "loss_scale": 65536}
-    assert train == expected
+    assert train == expected | {"config": "MODEL.json"} and done.settings.model == size_config(
+        "pangu", "13b"
+    ).with_layers(42)
     found = fates(done)
     assert found["micro_batch_interleave_num"] == "renamed" and done.settings.strategy.micro_batch_interleave == 2
     assert found["seeed"] == found["parallel.auto_parallel_search_mode"] == "unknown"
@@ -268,7 +263,7 @@ def test_every_key_of_a_users_file_is_in_the_report_with_its_line(write, tmp_pat
         if ":" in line and not line.rstrip().endswith((":", "- type: X"))
     }
     assert leaves <= lines
-    assert done.text.startswith("# tools/train.py --model pangu --size 13b")
+    assert "--model pangu" in (command := done.text.partition("\n")[0]) and "--config MODEL.json" in command
 
 
 @pytest.mark.parametrize(

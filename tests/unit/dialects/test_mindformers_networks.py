@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The networks of MindFormers' GLM and Llama files."""
+"""The networks of MindFormers' files."""
 
 import ast
 import dataclasses
@@ -81,6 +81,67 @@ def test_the_trainer_trains_the_network_its_file_describes(write, tmp_path, monk
     with pytest.raises(CheckedError) as caught:
         built.train()
     assert caught.value.args == ("codegeex", built.settings.model)
+
+
+def pangu(write, name, numbers=""):
+    text = (
+        f"parallel_config: {{data_parallel: 1, model_parallel: 1}}\ntrainer: {{model_name: {name}}}\n"
+        f"model: {{model_config: {{type: PanguAlphaConfig, seq_length: 64{numbers}}}}}\nrunner_config: {{stop_step: 1}}\n"
+    )
+    return write("pangu.yaml", text)
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers", "size", "fields"),
+    [
+        ("pangualpha_tiny", "", "tiny", {}),
+        ("pangualpha_2_6b", ", num_layers: 32, hidden_size: 2560, ffn_hidden_size: 10240", "2.6b", {}),
+        ("pangualpha_13b", ", vocab_size: 40000, hidden_dropout_rate: 0.1, attention_dropout_rate: 0.1", "13b", {}),
+        ("pangualpha_embedded_tiny", ", num_layers: 4", "embedded_tiny", {}),
+        ("pangualpha_tiny", ", num_layers: 2", None, {"num_layers": 2}),
+        ("pangualpha_tiny", ", hidden_size: 64, num_heads: 2", None, {"hidden_size": 64, "num_heads": 2}),
+        (
+            "pangualpha_tiny",
+            ", ffn_hidden_size: 100, vocab_size: 999",
+            None,
+            {"ffn_hidden_size": 100, "vocab_size": 999},
+        ),
+        ("pangualpha_tiny", ", dropout_rate: 0.3", None, {"dropout_rate": 0.3}),
+        ("codegeex_13b", ", num_layers: 39", None, {"num_layers": 39}),
+    ],
+)
+def test_numbers_beside_a_size_are_those_of_the_network(write, tmp_path, name, numbers, size, fields):
+    done = translate(pangu(write, name, numbers), "ours", RULES, tmp_path / "out.yaml", NOTHING)
+    assert done.settings.train.get("size") == size
+    base = size_config("codegeex" if name.startswith("codegeex") else "pangu", size or name.partition("_")[2])
+    assert done.settings.model == (dataclasses.replace(base, **fields) if fields else None)
+    assert not done.losses
+    for key in fields:
+        note = next(note for note in done.notes if note.key == f"model.model_config.{key}")
+        assert note.text == f"--config: write it with --config-out FILE; --size {name.partition('_')[2]} has " + str(
+            base.ffn_size if key == "ffn_hidden_size" else getattr(base, key)
+        )
+
+
+def test_numbers_that_no_network_here_has_are_named(write, tmp_path):
+    with pytest.raises(ConfigError, match=r"pangu\.yaml:3: model\.model_config: hidden_size 128 is not divisible"):
+        translate(pangu(write, "pangualpha_tiny", ", num_heads: 7"), "ours", RULES, tmp_path / "out.yaml", NOTHING)
+    for name, numbers, lost in (
+        ("pangualpha", ", num_layers: 2", {"num_layers"}),
+        (
+            "pangualpha_tiny",
+            ", hidden_dropout_rate: 0.1, attention_dropout_rate: 0.0",
+            {"hidden_dropout_rate", "attention_dropout_rate"},
+        ),
+    ):
+        done = translate(pangu(write, name, numbers), "ours", RULES, tmp_path / "out.yaml", NOTHING)
+        assert {note.key.rpartition(".")[2] for note in done.losses} == lost
+
+
+def test_the_trainer_trains_no_other_model_where_a_file_names_none(write, tmp_path):
+    built = trainer.Trainer(pangu(write, "pangualpha"), train_dataset="x", output_dir=tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"pangu\.yaml names no model of a size known here: give size="):
+        built.train()
 
 
 @pytest.mark.parametrize(

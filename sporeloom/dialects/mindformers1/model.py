@@ -6,7 +6,7 @@ Names and defaults: mindformers 1.9.0 models/glm2/glm2_config.py and models/llam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -21,13 +21,18 @@ from sporeloom.models.published import PublishedFormat, only, published_as
 
 Values = dict[str, Any]
 TYPE = MODEL + "type"
-EXPERTS = "moe_config.expert_num"
+MOE = "moe_config."
+EXPERTS = MOE + "expert_num"
 RATES = tuple(MODEL + name for name in ("dropout_rate", "hidden_dropout_rate", "attention_dropout_rate"))
+ACTIVATION = MODEL + "hidden_act"
 OF_SIZE = {
     **{MODEL + name: name for name in ("num_layers", "num_heads", "hidden_size", "ffn_hidden_size", "vocab_size")},
     **dict.fromkeys(RATES, "dropout_rate"),
+    ACTIVATION: "activation",
 }
-"""Keys of numbers that a built-in size has, too -> field of the model configuration."""
+"""Keys of what a built-in size has, too -> field of the model configuration."""
+ACTIVATIONS = {"gelu": "gelu_tanh", "fast_gelu": "fast_gelu", "silu": "silu"}
+"""MindFormers' names of activations -> those here."""
 NO_SIZE = "trainer.model_name names no size: give --size, or the model by --config"
 
 
@@ -179,13 +184,17 @@ def read_changes(book: InputKeys, family: str, size: str | None) -> ModelConfig 
     Raises:
         ConfigError: no network has these numbers.
     """
-    theirs = {key: book.peek(key) for key in OF_SIZE if book.peek(key) is not None}
+    theirs = {key: _plain(book.peek(key)) for key in OF_SIZE if _plain(book.peek(key)) is not None}
+    if (activation := ACTIVATIONS.get(str(theirs.pop(ACTIVATION, None)))) is not None:
+        theirs[ACTIVATION] = activation
     known = family_module(family, "config").SIZES.get(size)
     if known is None:
         for key in theirs if size is None else ():
             book.renote(key, "not expressible", NO_SIZE)
             book.note(key, "not expressible", NO_SIZE)
         return None
+    for key, value, fixed in _fixed(book, known):
+        book.note(key, "not expressible", f"{value}; --size {size} has {fixed}: give the model by --config")
     rates = {key: theirs.pop(key) for key in RATES if key in theirs}
     if len(set(rates.values())) > 1:
         for key in rates:
@@ -206,6 +215,24 @@ def read_changes(book: InputKeys, family: str, size: str | None) -> ModelConfig 
         book.renote(key, "renamed", why)
         book.note(key, "renamed", why)
     return model
+
+
+def _fixed(book: InputKeys, known: ModelConfig) -> Iterator[tuple[str, Any, Any]]:
+    """Keys of what is in another place of a model configuration than its numbers, their values, and those of a size."""
+    experts = known.experts
+    of_size: Values = {EXPERTS: experts.num_experts if experts else 1, MODEL + "use_moe": experts is not None}
+    of_size[MODEL + "post_layernorm_residual"] = False
+    if book.peek(ACTIVATION) not in (None, *ACTIVATIONS):
+        of_size[ACTIVATION] = known.activation
+    if experts:
+        of_size |= {
+            MOE + "num_experts_chosen": experts.experts_per_token,
+            MOE + "capacity_factor": experts.capacity_factor,
+        }
+    for key, fixed in of_size.items():
+        value = _plain(book.peek(key))
+        if value is not None and value != fixed:
+            yield key, value, fixed
 
 
 def _of(model: ModelConfig, name: str) -> Any:

@@ -86,7 +86,7 @@ def test_the_trainer_trains_the_network_its_file_describes(write, tmp_path, monk
 def pangu(write, name, numbers=""):
     text = (
         f"parallel_config: {{data_parallel: 1, model_parallel: 1}}\ntrainer: {{model_name: {name}}}\n"
-        f"model: {{model_config: {{type: PanguAlphaConfig, seq_length: 64{numbers}}}}}\nrunner_config: {{stop_step: 1}}\n"
+        f"model:\n  model_config: {{type: PanguAlphaConfig, seq_length: 64{numbers}}}\nrunner_config: {{stop_step: 1}}\n"
     )
     return write("pangu.yaml", text)
 
@@ -108,6 +108,9 @@ def pangu(write, name, numbers=""):
         ),
         ("pangualpha_tiny", ", dropout_rate: 0.3", None, {"dropout_rate": 0.3}),
         ("codegeex_13b", ", num_layers: 39", None, {"num_layers": 39}),
+        ("pangualpha_tiny", ", hidden_act: gelu", "tiny", {}),
+        ("pangualpha_tiny", ", hidden_act: fast_gelu", None, {"activation": "fast_gelu"}),
+        ("pangualpha_switch_tiny", "}\nmoe_config: {expert_num: 8", "switch_tiny", {}),
     ],
 )
 def test_numbers_beside_a_size_are_those_of_the_network(write, tmp_path, name, numbers, size, fields):
@@ -117,14 +120,15 @@ def test_numbers_beside_a_size_are_those_of_the_network(write, tmp_path, name, n
     assert done.settings.model == (dataclasses.replace(base, **fields) if fields else None)
     assert not done.losses
     for key in fields:
-        note = next(note for note in done.notes if note.key == f"model.model_config.{key}")
+        theirs = "hidden_act" if key == "activation" else key
+        note = next(note for note in done.notes if note.key == f"model.model_config.{theirs}")
         assert note.text == f"--config: write it with --config-out FILE; --size {name.partition('_')[2]} has " + str(
             base.ffn_size if key == "ffn_hidden_size" else getattr(base, key)
         )
 
 
 def test_numbers_that_no_network_here_has_are_named(write, tmp_path):
-    with pytest.raises(ConfigError, match=r"pangu\.yaml:3: model\.model_config: hidden_size 128 is not divisible"):
+    with pytest.raises(ConfigError, match=r"pangu\.yaml:4: model\.model_config: hidden_size 128 is not divisible"):
         translate(pangu(write, "pangualpha_tiny", ", num_heads: 7"), "ours", RULES, tmp_path / "out.yaml", NOTHING)
     for name, numbers, lost in (
         ("pangualpha", ", num_layers: 2", {"num_layers"}),
@@ -132,6 +136,17 @@ def test_numbers_that_no_network_here_has_are_named(write, tmp_path):
             "pangualpha_tiny",
             ", hidden_dropout_rate: 0.1, attention_dropout_rate: 0.0",
             {"hidden_dropout_rate", "attention_dropout_rate"},
+        ),
+        (
+            "pangualpha_tiny",
+            ", hidden_act: relu, post_layernorm_residual: True",
+            {"hidden_act", "post_layernorm_residual"},
+        ),
+        ("pangualpha_tiny", ", use_moe: True}\nmoe_config: {expert_num: 8", {"use_moe", "expert_num"}),
+        (
+            "pangualpha_gshard_tiny",
+            "}\nmoe_config: {expert_num: 4, num_experts_chosen: 1, capacity_factor: 9.0",
+            {"expert_num", "num_experts_chosen", "capacity_factor"},
         ),
     ):
         done = translate(pangu(write, name, numbers), "ours", RULES, tmp_path / "out.yaml", NOTHING)

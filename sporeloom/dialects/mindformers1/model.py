@@ -33,6 +33,8 @@ OF_SIZE = {
 """Keys of what a built-in size has, too -> field of the model configuration."""
 ACTIVATIONS = {"gelu": "gelu_tanh", "fast_gelu": "fast_gelu", "silu": "silu"}
 """MindFormers' names of activations -> those here."""
+DEFAULT_ACTIVATION = "fast_gelu"
+"""The activation of MindFormers' PanguAlphaConfig, if a file names none."""
 NO_SIZE = "trainer.model_name names no size: give --size, or the model by --config"
 
 
@@ -187,12 +189,15 @@ def read_changes(book: InputKeys, family: str, size: str | None) -> ModelConfig 
     theirs = {key: _plain(book.peek(key)) for key in OF_SIZE if _plain(book.peek(key)) is not None}
     if (activation := ACTIVATIONS.get(str(theirs.pop(ACTIVATION, None)))) is not None:
         theirs[ACTIVATION] = activation
-    known = family_module(family, "config").SIZES.get(size)
-    if known is None:
-        for key in theirs if size is None else ():
+    if size is None:
+        for key in theirs:
             book.renote(key, "not expressible", NO_SIZE)
             book.note(key, "not expressible", NO_SIZE)
         return None
+    known = family_module(family, "config").SIZES.get(size)
+    if known is None:
+        return None
+    _note_default(book, known, size)
     for key, value, fixed in _fixed(book, known):
         book.note(key, "not expressible", f"{value}; --size {size} has {fixed}: give the model by --config")
     rates = {key: theirs.pop(key) for key in RATES if key in theirs}
@@ -235,6 +240,14 @@ def _fixed(book: InputKeys, known: ModelConfig) -> Iterator[tuple[str, Any, Any]
             yield key, value, fixed
 
 
+def _note_default(book: InputKeys, known: ModelConfig, size: str) -> None:
+    """Note MindFormers' default activation where it is not that of the size."""
+    is_alpha = known.norm == "layer" and known.activation != DEFAULT_ACTIVATION
+    if is_alpha and book.peek(ACTIVATION) is None:
+        why = f"{DEFAULT_ACTIVATION} by default, --size {size} has {known.activation}: write it or give --config"
+        book.add(ACTIVATION, book.given["trainer.model_name"].place, "approximated", why)
+
+
 def _of(model: ModelConfig, name: str) -> Any:
     return model.ffn_size if name == "ffn_hidden_size" else getattr(model, name)
 
@@ -242,6 +255,12 @@ def _of(model: ModelConfig, name: str) -> Any:
 def _plain(value: Any) -> Any:
     """Convert "None" in YAML files, which YAML does not know, to None."""
     return None if value == "None" else value
+
+
+def written_activation(model: ModelConfig) -> Values:
+    """The activation of a network that is written by its name; empty where MindFormers has none of that name."""
+    name = next((theirs for theirs, ours in ACTIVATIONS.items() if ours == model.activation), None)
+    return {ACTIVATION: name} if name else {}
 
 
 def written_model(family: str, model: ModelConfig) -> Values:

@@ -23,7 +23,7 @@ from sporeloom.dialects.mindformers1.keys import (
     ZERO,
     ZERO_CONFIG,
 )
-from sporeloom.dialects.mindformers1.model import written_model
+from sporeloom.dialects.mindformers1.model import written_activation, written_model
 from sporeloom.dialects.mindformers1.swap import written_swap
 from sporeloom.dialects.rows import written_rows
 from sporeloom.dialects.settings import LossNotes, Note, Settings
@@ -62,6 +62,9 @@ def _train(settings: Settings, lost: LossNotes) -> dict[str, Any]:
     if family := train.pop("model", None):
         size = train.pop("size", None)
         if not section:
+            written |= written_activation(settings.network[1]) if settings.network else {}
+            if settings.model:
+                lost("config", "a network of no built-in size: write its numbers into model.model_config")
             written["trainer.model_name"] = {"pangu": "pangualpha"}.get(family, family) + (f"_{size}" if size else "")
     lost.rest({**train, "accumulate": accumulate})
     types = {

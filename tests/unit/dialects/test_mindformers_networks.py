@@ -84,6 +84,7 @@ def test_the_trainer_trains_the_network_its_file_describes(write, tmp_path, monk
 
 
 def pangu(write, name, numbers=""):
+    numbers += "" if "hidden_act" in numbers or "}" in numbers or name.startswith("codegeex") else ", hidden_act: gelu"
     text = (
         f"parallel_config: {{data_parallel: 1, model_parallel: 1}}\ntrainer: {{model_name: {name}}}\n"
         f"model:\n  model_config: {{type: PanguAlphaConfig, seq_length: 64{numbers}}}\nrunner_config: {{stop_step: 1}}\n"
@@ -97,7 +98,7 @@ def pangu(write, name, numbers=""):
         ("pangualpha_tiny", "", "tiny", {}),
         ("pangualpha_2_6b", ", num_layers: 32, hidden_size: 2560, ffn_hidden_size: 10240", "2.6b", {}),
         ("pangualpha_13b", ", vocab_size: 40000, hidden_dropout_rate: 0.1, attention_dropout_rate: 0.1", "13b", {}),
-        ("pangualpha_embedded_tiny", ", num_layers: 4", "embedded_tiny", {}),
+        ("pangualpha_embedded_tiny", ", num_layers: 4, hidden_act: silu", "embedded_tiny", {}),
         ("pangualpha_tiny", ", num_layers: 2", None, {"num_layers": 2}),
         ("pangualpha_tiny", ", hidden_size: 64, num_heads: 2", None, {"hidden_size": 64, "num_heads": 2}),
         (
@@ -110,7 +111,7 @@ def pangu(write, name, numbers=""):
         ("codegeex_13b", ", num_layers: 39", None, {"num_layers": 39}),
         ("pangualpha_tiny", ", hidden_act: gelu", "tiny", {}),
         ("pangualpha_tiny", ", hidden_act: fast_gelu", None, {"activation": "fast_gelu"}),
-        ("pangualpha_switch_tiny", "}\nmoe_config: {expert_num: 8", "switch_tiny", {}),
+        ("pangualpha_switch_tiny", ", hidden_act: gelu}\nmoe_config: {expert_num: 8", "switch_tiny", {}),
     ],
 )
 def test_numbers_beside_a_size_are_those_of_the_network(write, tmp_path, name, numbers, size, fields):
@@ -131,7 +132,8 @@ def test_numbers_that_no_network_here_has_are_named(write, tmp_path):
     with pytest.raises(ConfigError, match=r"pangu\.yaml:4: model\.model_config: hidden_size 128 is not divisible"):
         translate(pangu(write, "pangualpha_tiny", ", num_heads: 7"), "ours", RULES, tmp_path / "out.yaml", NOTHING)
     for name, numbers, lost in (
-        ("pangualpha", ", num_layers: 2", {"num_layers"}),
+        ("pangualpha", ", num_layers: 2, hidden_act: gelu", {"num_layers", "hidden_act"}),
+        ("pangualpha_tiny", ", hidden_act:", {"hidden_act"}),  # fast_gelu is MindFormers' default
         (
             "pangualpha_tiny",
             ", hidden_dropout_rate: 0.1, attention_dropout_rate: 0.0",
@@ -142,10 +144,14 @@ def test_numbers_that_no_network_here_has_are_named(write, tmp_path):
             ", hidden_act: relu, post_layernorm_residual: True",
             {"hidden_act", "post_layernorm_residual"},
         ),
-        ("pangualpha_tiny", ", use_moe: True}\nmoe_config: {expert_num: 8", {"use_moe", "expert_num"}),
+        (
+            "pangualpha_tiny",
+            ", hidden_act: gelu, use_moe: True}\nmoe_config: {expert_num: 8",
+            {"use_moe", "expert_num"},
+        ),
         (
             "pangualpha_gshard_tiny",
-            "}\nmoe_config: {expert_num: 4, num_experts_chosen: 1, capacity_factor: 9.0",
+            ", hidden_act: gelu}\nmoe_config: {expert_num: 4, num_experts_chosen: 1, capacity_factor: 9.0",
             {"expert_num", "num_experts_chosen", "capacity_factor"},
         ),
     ):

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 from sporeloom.mindspore_compat.names import compile_config, graph_api
 
 FASTER = {"GREED_PARSE": "1", "COMPILE_DEBUG_MODE": "release"}
-"""Switches of MindSpore's compiler; versions without one of them compile slower."""
+"""Switches of MindSpore's compiler; versions without one of them compile slower. They are to be set when there is a Cell:
+before the first one, `release` hides attributes of objects from the compiler (MindSpore 2.9)."""
 
 
 def set_faster_switches() -> dict[str, str]:

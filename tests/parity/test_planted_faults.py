@@ -10,6 +10,7 @@ SOME = [
     "axes of a dim in the order of the mesh, whatever the layout says",
     "a copy is taken for one that is sharded otherwise, of the same shape",
     "a sum is taken after Square",
+    "rows looked up on their own rank are not pending",
     "statistics of a batch are of a rank's own rows",
 ]
 

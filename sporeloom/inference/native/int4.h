@@ -89,7 +89,7 @@ static void product4_columns(const void *with, int64_t from, int64_t to) {
 /* x (M, K), w (N, K/32, 16), scale and zero (N, groups), zero or bias (N,) or none -> y (M, N). Not 0: there is no memory. */
 static int product4(const float *x, const void *w, const float *scale, const uint8_t *zero, const float *bias, float *y,
                     int64_t m, int64_t k, int64_t n, int64_t groups) {
-  return in_panels(product4_columns, (Product){x, w, scale, bias, y, m, k, n, zero, k / groups});
+  return in_panels(product4_columns, GROUP, (Product){x, w, scale, bias, y, m, k, n, zero, k / groups, 0});
 }
 
 /* `linear` with w int4 (N, K/32, 16) and its scales (N, groups) */

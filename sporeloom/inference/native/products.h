@@ -24,8 +24,10 @@
 #else
 #define IF_FOUR(...)
 #endif
-#define SLICE 512 /* columns of x worked on at once */
-#define IN_PLACE (2 * GROUP) /* rows of x, at most, for which rows of w are read as they lie: what memory brings takes longer */
+#define IN_PLACE 24 /* rows of x, at most, for which rows of a matrix of floats are read as they lie */
+#define SLICE 256 /* columns of those worked on at once: they and the next ones, on their way, fit into the fastest cache */
+#define TILE 512 /* columns of w that are copied for more rows, or widened */
+#define SOON 512 /* bytes between what a single row is multiplied with and what is asked for meanwhile */
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -108,24 +110,26 @@ typedef struct {
   int64_t m, k, n;
   const uint8_t *zero; /* of int4: zero points of groups of so many columns */
   int64_t group;
+  int64_t slice; /* columns of x worked on at once, for few rows of it; no more than GROUP are in one piece */
 } Product;
 
+#define UNROLLED _Pragma("GCC unroll 4")
 /* acc[i][r] += x[i, c] * w[r, c] for LANES columns of M rows of x and ROWS of w, given as what is loaded. KEEPS: all of it
  * stays in registers, where what is loaded needs none itself. */
 #define STEP(M, X, W, KEEPS)                                                                                           \
   {                                                                                                                    \
     vec in[M];                                                                                                         \
-    for (int i = 0; i < M; ++i) {                                                                                      \
+    UNROLLED for (int i = 0; i < M; ++i) {                                                                             \
       in[i] = load(X + i * LANES);                                                                                     \
       IN_REGISTER(in[i]);                                                                                              \
     }                                                                                                                  \
-    for (int r = 0; r < ROWS; ++r) {                                                                                   \
+    UNROLLED for (int r = 0; r < ROWS; ++r) {                                                                          \
       vec wr = W;                                                                                                      \
       IN_REGISTER(wr);                                                                                                 \
-      for (int i = 0; i < M; ++i) acc[i][r] += in[i] * wr;                                                             \
+      UNROLLED for (int i = 0; i < M; ++i) acc[i][r] += in[i] * wr;                                                    \
       if (KEEPS) STILL_USED(wr);                                                                                       \
     }                                                                                                                  \
-    for (int i = 0; KEEPS && i < M; ++i) STILL_USED(in[i]);                                                            \
+    UNROLLED for (int i = 0; KEEPS && i < M; ++i) STILL_USED(in[i]);                                                   \
   }
 
 /* y[i, j + r] = the sum of sums[i][r] (* scale[j + r]) (+ bias[j + r]) */
@@ -140,95 +144,94 @@ static inline void finish(const Product *p, const float *scale, int64_t j, vec (
   }
 }
 
-/* Rows of w to ask for meanwhile: `count` rows from `from` on, `row` bytes from each other, of which a line of the cache
- * has `in_line` columns. */
+/* Rows of x are worked on in groups of about as many, GROUP at most: the sums of one row do not fill the processor. */
+static inline int64_t groups_of(int64_t m) { return (m + GROUP - 1) / GROUP; }
+static inline int64_t group_begin(int64_t g, int64_t m) { return g * m / groups_of(m); }
+
+/* Rows of w to ask for meanwhile: `count` rows from `from` on, `row` bytes from each other, and of each `step` bytes at a
+ * time. */
 typedef struct {
   const char *from;
-  int64_t row, in_line;
+  int64_t row, step;
   int count;
 } Ahead;
 
-/* What the group of rows i .. of x asks for: its share of the slice of w that is worked on next, behind `slice` columns from
- * c on of rows j .., so that memory is never idle and what comes is used before it is pushed out. bits: of a number of w. */
-static inline Ahead share_of_next(const Product *p, int64_t i, int64_t j, int64_t c, int64_t slice, int64_t bits) {
-  const int64_t row = p->k * bits / 8, blocks = (p->m + GROUP - 1) / GROUP;
-  const int64_t first = i / GROUP * ROWS / blocks, last = (i / GROUP + 1) * ROWS / blocks;
-  const int64_t next = c + slice < p->k ? j * row + (c + slice) * bits / 8 : (j + ROWS) * row;
-  return (Ahead){(const char *)p->w + next + first * row, row, 8 * LINE / bits, last - first};
+/* What group g of the rows of x asks for: its share of the slice of w that is worked on next, behind `slice` columns from c on
+ * of rows j .., so that memory is never idle and what comes is used before it is pushed out. bits: of a number of w; columns:
+ * for which it asks at a time. */
+static inline Ahead share_of_next(const Product *p, int64_t g, int64_t j, int64_t c, int64_t slice, int64_t bits,
+                                  int64_t columns) {
+  const int64_t row = p->k * bits / 8, first = g * ROWS / groups_of(p->m), last = (g + 1) * ROWS / groups_of(p->m);
+  int64_t next = c + slice < p->k ? j * row + (c + slice) * bits / 8 : (j + ROWS) * row;
+  if (p->m == 1 && bits == 32) next = j * row + SOON; /* nothing but memory takes time */
+  return (Ahead){(const char *)p->w + next + first * row, row, columns * bits / 8, last - first};
 }
 
-/* sums[i][r] += x[i, c] * w[r, c] for `slice` columns of M rows of x and ROWS of w, both side by side in LANES columns each:
- * rows of w at a distance would need the same bank of the cache at once. */
-#define TILE(M)                                                                                                        \
-  static void tile_##M(const float *x, const float *w, vec (*sums)[ROWS], int64_t slice, Ahead ahead) {                \
+/* sums[i][r] = or, unless these columns are the first ones, += x[i, c] * w[r, c] for `slice` columns of M rows of x and ROWS of
+ * w. Those of x lie side by side, LANES columns of each; rows of w are `row` numbers from each other, the next LANES columns
+ * of one `step` numbers behind. A function of its own: GCC then has a register for each sum. */
+#define BLOCK(NAME, TYPE, LOAD, M)                                                                                     \
+  static __attribute__((noinline)) void NAME##_##M(const float *x, const TYPE *w, int64_t row, int64_t step,           \
+                                                   vec (*sums)[ROWS], int is_first, int64_t slice, Ahead ahead) {      \
+    const int64_t line = COLUMNS_OF_LINE(TYPE);                                                                        \
+    const float *whole = x + slice / line * line * M, *end = x + slice * M;                                            \
     vec acc[M][ROWS];                                                                                                  \
-    memcpy(acc, sums, sizeof acc);                                                                                     \
-    const int64_t whole = slice / MOST_LANES * MOST_LANES;                                                             \
-    for (int64_t c = 0; c < whole; c += MOST_LANES) {                                                                  \
-      if (!(c & (ahead.in_line - 1)))                                                                                  \
-        for (int r = 0; r < ahead.count; ++r)                                                                          \
-          __builtin_prefetch(ahead.from + r * ahead.row + c / ahead.in_line * LINE);                                   \
-      _Pragma("GCC unroll 4") for (int64_t part = c; part < c + MOST_LANES; part += LANES)                             \
-        STEP(M, x + part * M, load(w + part * ROWS + r * LANES), 1)                                                    \
+    UNROLLED for (int i = 0; i < M; ++i) UNROLLED for (int r = 0; r < ROWS; ++r) acc[i][r] = (vec){0};                 \
+    if (!is_first)                                                                                                     \
+      UNROLLED for (int i = 0; i < M; ++i) UNROLLED for (int r = 0; r < ROWS; ++r) acc[i][r] = sums[i][r];             \
+    while (x < whole) {                                                                                                \
+      for (int r = 0; r < ahead.count; ++r) __builtin_prefetch(ahead.from + r * ahead.row);                            \
+      ahead.from += ahead.step;                                                                                        \
+      UNROLLED for (int part = 0; part < line / LANES; ++part, x += LANES * M, w += step)                              \
+        STEP(M, x, LOAD(w + r * row), 1)                                                                               \
     }                                                                                                                  \
-    for (int64_t c = whole; c < slice; c += LANES) STEP(M, x + c * M, load(w + c * ROWS + r * LANES), 1)               \
-    memcpy(sums, acc, sizeof acc);                                                                                     \
+    for (; x < end; x += LANES * M, w += step) STEP(M, x, LOAD(w + r * row), 1)                                        \
+    UNROLLED for (int i = 0; i < M; ++i) UNROLLED for (int r = 0; r < ROWS; ++r) sums[i][r] = acc[i][r];               \
   }
-TILE(1)
-TILE(2)
-TILE(3)
-IF_FOUR(TILE(4))
+#define COLUMNS_OF_LINE(TYPE) (LINE / (int64_t)sizeof(TYPE))
+
+#define BLOCKS(NAME, TYPE, LOAD)                                                                                       \
+  BLOCK(NAME, TYPE, LOAD, 1)                                                                                           \
+  BLOCK(NAME, TYPE, LOAD, 2)                                                                                           \
+  BLOCK(NAME, TYPE, LOAD, 3)                                                                                           \
+  IF_FOUR(BLOCK(NAME, TYPE, LOAD, 4))                                                                                  \
+  static inline void NAME##_block(int64_t m, const float *x, const TYPE *w, int64_t row, int64_t step,                 \
+                                  vec (*sums)[ROWS], int is_first, int64_t slice, Ahead ahead) {                       \
+    switch (m) {                                                                                                       \
+      case 1: NAME##_1(x, w, row, step, sums, is_first, slice, ahead); break;                                          \
+      case 2: NAME##_2(x, w, row, step, sums, is_first, slice, ahead); break;                                          \
+      case 3: NAME##_3(x, w, row, step, sums, is_first, slice, ahead); break;                                          \
+      IF_FOUR(default: NAME##_4(x, w, row, step, sums, is_first, slice, ahead);)                                       \
+    }                                                                                                                  \
+  }
+BLOCKS(product, float, load)
+BLOCKS(product8, int8_t, load8)
 
 /* `slice` columns from `from` on of rows j .. of w as floats, side by side */
 typedef void (*Widen)(float *tile, const Product *p, int64_t j, int64_t from, int64_t slice);
 
-/* Columns ROWS * from to ROWS * to of y, for many rows of x: in slices of columns, so that those of x stay in the fastest
- * cache from one row of w to the next. */
+/* Columns ROWS * from to ROWS * to of y, for many rows of x, by copies of rows of w: at a distance of a power of 2 they would
+ * need the same bank of the cache at once. */
 INLINE void in_tiles(const Product *p, int64_t from, int64_t to, Widen widen, int64_t bits) {
   vec sums[PANEL][ROWS];
-  float tile[ROWS * SLICE] __attribute__((aligned(LINE)));
+  float tile[ROWS * TILE] __attribute__((aligned(LINE)));
   for (int64_t j = ROWS * from; j < ROWS * to; j += ROWS) {
-    memset(sums, 0, p->m * sizeof *sums);
-    for (int64_t c = 0; c < p->k; c += SLICE) {
-      const int64_t slice = least(p->k - c, SLICE);
-      const float *x = p->x + c * p->m;
+    for (int64_t c = 0; c < p->k; c += p->slice) {
+      const int64_t slice = least(p->k - c, p->slice);
       widen(tile, p, j, c, slice);
-      for (int64_t i = 0; i < p->m; i += GROUP, x += GROUP * slice) {
-        const Ahead ahead = share_of_next(p, i, j, c, slice, bits);
-        switch (least(p->m - i, GROUP)) {
-          case 1: tile_1(x, tile, sums + i, slice, ahead); break;
-          case 2: tile_2(x, tile, sums + i, slice, ahead); break;
-          case 3: tile_3(x, tile, sums + i, slice, ahead); break;
-          IF_FOUR(default: tile_4(x, tile, sums + i, slice, ahead);)
-        }
+      for (int64_t g = 0; g < groups_of(p->m); ++g) {
+        const int64_t i = group_begin(g, p->m), rows = group_begin(g + 1, p->m) - i;
+        const Ahead ahead = share_of_next(p, g, j, c, slice, bits, COLUMNS_OF_LINE(float));
+        product_block(rows, p->x + c * p->m + i * slice, tile, LANES, ROWS * LANES, sums + i, !c, slice, ahead);
       }
     }
     finish(p, bits == 4 ? NULL : p->scale, j, sums);
   }
 }
 
-/* The same with rows of w as they lie, k columns each. */
-#define BLOCK(NAME, TYPE, LOAD, M)                                                                                     \
-  static void NAME##_##M(const float *x, const TYPE *w, vec (*sums)[ROWS], int64_t k, int64_t slice,                   \
-                         Ahead ahead) {                                                                                \
-    vec acc[M][ROWS];                                                                                                  \
-    memcpy(acc, sums, sizeof acc);                                                                                     \
-    const int64_t in_line = LINE / sizeof(TYPE), whole = slice / in_line * in_line;                                    \
-    for (int64_t c = 0; c < whole; c += in_line) {                                                                     \
-      for (int r = 0; r < ahead.count; ++r) __builtin_prefetch(ahead.from + r * ahead.row + c * sizeof(TYPE));         \
-      _Pragma("GCC unroll 4") for (int64_t part = c; part < c + in_line; part += LANES)                                \
-        STEP(M, x + part * M, LOAD(w + r * k + part), 1)                                                               \
-    }                                                                                                                  \
-    for (int64_t c = whole; c < slice; c += LANES) STEP(M, x + c * M, LOAD(w + r * k + c), 1)                          \
-    memcpy(sums, acc, sizeof acc);                                                                                     \
-  }
-
-/* y[i, j] = sum over c of x[i, c] * w[j, c] (* scale[j]) (+ bias[j]). K: a multiple of LANES, N of ROWS. */
-#define PRODUCT(NAME, TYPE, LOAD)                                                                                      \
-  BLOCK(NAME, TYPE, LOAD, 1)                                                                                           \
-  BLOCK(NAME, TYPE, LOAD, 2)                                                                                           \
-  BLOCK(NAME, TYPE, LOAD, 3)                                                                                           \
-  IF_FOUR(BLOCK(NAME, TYPE, LOAD, 4))                                                                                  \
+/* y[i, j] = sum over c of x[i, c] * w[j, c] (* scale[j]) (+ bias[j]). K: a multiple of LANES, N of ROWS. MOST: rows of x, at
+ * most, for which those of w are read as they lie. */
+#define PRODUCT(NAME, TYPE, LOAD, MOST)                                                                                \
   static inline void NAME##_widen(float *tile, const Product *p, int64_t j, int64_t from, int64_t slice) {             \
     const TYPE *w = (const TYPE *)p->w + j * p->k + from;                                                              \
     for (int64_t c = 0; c < slice; c += LANES)                                                                         \
@@ -236,61 +239,54 @@ INLINE void in_tiles(const Product *p, int64_t from, int64_t to, Widen widen, in
   }                                                                                                                    \
   /* columns ROWS * from to ROWS * to of y */                                                                          \
   static void NAME##_columns(const void *with, int64_t from, int64_t to) {                                             \
-    const Product p = *(const Product *)with;                                                                          \
-    if (p.m > IN_PLACE) {                                                                                              \
-      in_tiles(&p, from, to, NAME##_widen, 8 * sizeof(TYPE));                                                          \
+    const Product *p = with;                                                                                           \
+    if (p->m > MOST) {                                                                                                 \
+      in_tiles(p, from, to, NAME##_widen, 8 * sizeof(TYPE));                                                           \
       return;                                                                                                          \
     }                                                                                                                  \
-    const int64_t most = p.m > GROUP ? SLICE : p.k;                                                                    \
-    vec sums[IN_PLACE][ROWS];                                                                                          \
+    vec sums[MOST][ROWS];                                                                                              \
     for (int64_t j = ROWS * from; j < ROWS * to; j += ROWS) {                                                          \
-      memset(sums, 0, p.m * sizeof *sums);                                                                             \
-      for (int64_t c = 0; c < p.k; c += most) {                                                                        \
-        const TYPE *w = (const TYPE *)p.w + j * p.k + c;                                                               \
-        const int64_t slice = least(p.k - c, most);                                                                    \
-        const float *x = p.x + c * p.m;                                                                                \
-        for (int64_t i = 0; i < p.m; i += GROUP, x += GROUP * slice) {                                                 \
-          Ahead ahead = share_of_next(&p, i, j, c, slice, 8 * sizeof(TYPE));                                           \
-          if (p.m == 1 && sizeof(TYPE) == sizeof(float)) ahead.count = 0; /* it comes as the processor predicts */     \
-          switch (least(p.m - i, GROUP)) {                                                                             \
-            case 1: NAME##_1(x, w, sums + i, p.k, slice, ahead); break;                                                \
-            case 2: NAME##_2(x, w, sums + i, p.k, slice, ahead); break;                                                \
-            case 3: NAME##_3(x, w, sums + i, p.k, slice, ahead); break;                                                \
-            IF_FOUR(default: NAME##_4(x, w, sums + i, p.k, slice, ahead);)                                             \
-          }                                                                                                            \
+      for (int64_t c = 0; c < p->k; c += p->slice) {                                                                   \
+        const TYPE *w = (const TYPE *)p->w + j * p->k + c;                                                             \
+        const int64_t slice = least(p->k - c, p->slice);                                                               \
+        for (int64_t g = 0; g < groups_of(p->m); ++g) {                                                                \
+          const int64_t i = group_begin(g, p->m), rows = group_begin(g + 1, p->m) - i;                                 \
+          NAME##_block(rows, p->x + c * p->m + i * slice, w, p->k, LANES, sums + i, !c, slice,                         \
+                       share_of_next(p, g, j, c, slice, 8 * sizeof(TYPE), COLUMNS_OF_LINE(TYPE)));                     \
         }                                                                                                              \
       }                                                                                                                \
-      finish(&p, p.scale, j, sums);                                                                                    \
+      finish(p, p->scale, j, sums);                                                                                    \
     }                                                                                                                  \
   }                                                                                                                    \
   /* Not 0: there is no memory. */                                                                                     \
   static int NAME(const float *x, const TYPE *w, const float *scale, const float *bias, float *y, int64_t m,           \
                   int64_t k, int64_t n) {                                                                              \
-    return in_panels(NAME##_columns, (Product){x, w, scale, bias, y, m, k, n, NULL, 0});                               \
+    const int64_t slice = sizeof(TYPE) == sizeof(float) ? SLICE : TILE;                                                \
+    return in_panels(NAME##_columns, MOST, (Product){x, w, scale, bias, y, m, k, n, NULL, 0, slice});                  \
   }
 
-/* Rows of x (M, K) in slices of columns, a slice in groups of GROUP, of which LANES columns each lie together: rows at a
+/* Rows of x (M, K) in slices of columns, a slice in groups of rows, of which LANES columns each lie together: rows at a
  * distance of a power of 2 would push each other out of the cache. */
-static void side_by_side(float *packed, const float *x, int64_t m, int64_t k) {
-  const int64_t most = m > GROUP ? SLICE : k;
+static void side_by_side(float *packed, const float *x, int64_t m, int64_t k, int64_t most) {
   for (int64_t from = 0; from < k; from += most) {
-    const int64_t to = k - from < most ? k : from + most;
-    for (int64_t i = 0; i < m; i += GROUP)
+    const int64_t to = least(from + most, k);
+    for (int64_t g = 0; g < groups_of(m); ++g)
       for (int64_t c = from; c < to; c += LANES)
-        for (int64_t r = i; r < m && r < i + GROUP; ++r, packed += LANES)
+        for (int64_t r = group_begin(g, m); r < group_begin(g + 1, m); ++r, packed += LANES)
           memcpy(packed, x + r * k + c, LANES * sizeof(float));
   }
 }
 
-/* A product by `columns`, PANEL rows of x at once. Not 0: there is no memory. */
-static int in_panels(Work columns, Product p) {
+/* A product by `columns`, PANEL rows of x at once; more than `in_place` of them by tiles. Not 0: there is no memory. */
+static int in_panels(Work columns, int64_t in_place, Product p) {
   const float *x = p.x;
-  const int64_t m = p.m, most = m < PANEL ? m : PANEL;
+  const int64_t m = p.m, most = least(m, PANEL), slice = p.slice;
   float *packed = m > 1 ? aligned_alloc(LINE, most * p.k * sizeof(float)) : NULL;
   if (m > 1 && !packed) return 1;
   for (int64_t i = 0; i < m; i += p.m, p.y += p.m * p.n) {
-    p.m = m - i < most ? m - i : most;
-    if (packed) side_by_side(packed, x + i * p.k, p.m, p.k);
+    p.m = least(m - i, most);
+    p.slice = p.m > in_place ? TILE : p.m > GROUP ? slice : p.k;
+    if (packed) side_by_side(packed, x + i * p.k, p.m, p.k, p.slice);
     p.x = packed ? packed : x;
     in_parallel(columns, &p, p.n / ROWS, p.m * p.n * p.k);
   }
@@ -298,8 +294,8 @@ static int in_panels(Work columns, Product p) {
   return 0;
 }
 
-PRODUCT(product, float, load)
-PRODUCT(product8, int8_t, load8)
+PRODUCT(product, float, load, IN_PLACE)
+PRODUCT(product8, int8_t, load8, 2 * GROUP)
 
 /* x (M, K), w (N, K), bias (N,) or none, float32 -> (M, N); K a multiple of LANES, N of ROWS */
 int linear(int count, void **p, int *dims, int64_t **shapes, const char **types, void *stream, void *extra) {

@@ -27,6 +27,7 @@
 #define IN_PLACE 24 /* rows of x, at most, for which rows of a matrix of floats are read as they lie */
 #define SLICE 256 /* columns of those worked on at once: they and the next ones, on their way, fit into the fastest cache */
 #define TILE 512 /* columns of w that are copied for more rows, or widened */
+#define MOST_GROUPS (PANEL / GROUP)
 #define SOON 512 /* bytes between what a single row is multiplied with and what is asked for meanwhile */
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -144,9 +145,22 @@ static inline void finish(const Product *p, const float *scale, int64_t j, vec (
   }
 }
 
-/* Rows of x are worked on in groups of about as many, GROUP at most: the sums of one row do not fill the processor. */
-static inline int64_t groups_of(int64_t m) { return (m + GROUP - 1) / GROUP; }
-static inline int64_t group_begin(int64_t g, int64_t m) { return g * m / groups_of(m); }
+/* Rows of x that are worked on together, `rows` from `begin` on, and rows of w that are asked for meanwhile, `count` of ROWS from
+ * `first` on: between them the groups ask for all. */
+typedef struct {
+  int64_t begin, rows, first;
+  int count;
+} Group;
+
+/* Groups of about as many rows, GROUP at most: the sums of one row do not fill the processor. Returns their number. */
+static int64_t find_groups(Group *groups, int64_t m) {
+  const int64_t all = (m + GROUP - 1) / GROUP;
+  for (int64_t g = 0; g < all; ++g) {
+    const int64_t begin = g * m / all, first = g * ROWS / all;
+    groups[g] = (Group){begin, (g + 1) * m / all - begin, first, (g + 1) * ROWS / all - first};
+  }
+  return all;
+}
 
 /* Rows of w to ask for meanwhile: `count` rows from `from` on, `row` bytes from each other, and of each `step` bytes at a
  * time. */
@@ -156,15 +170,15 @@ typedef struct {
   int count;
 } Ahead;
 
-/* What group g of the rows of x asks for: its share of the slice of w that is worked on next, behind `slice` columns from c on
- * of rows j .., so that memory is never idle and what comes is used before it is pushed out. bits: of a number of w; columns:
- * for which it asks at a time. */
-static inline Ahead share_of_next(const Product *p, int64_t g, int64_t j, int64_t c, int64_t slice, int64_t bits,
+/* What a group asks for: its share of the slice of w that is worked on next, behind `slice` columns from c on of rows j .., so
+ * that memory is never idle and what comes is used before it is pushed out. bits: of a number of w; columns: for which it asks
+ * at a time. */
+static inline Ahead share_of_next(const Product *p, Group of, int64_t j, int64_t c, int64_t slice, int64_t bits,
                                   int64_t columns) {
-  const int64_t row = p->k * bits / 8, first = g * ROWS / groups_of(p->m), last = (g + 1) * ROWS / groups_of(p->m);
+  const int64_t row = p->k * bits / 8;
   int64_t next = c + slice < p->k ? j * row + (c + slice) * bits / 8 : (j + ROWS) * row;
   if (p->m == 1 && bits == 32) next = j * row + SOON; /* nothing but memory takes time */
-  return (Ahead){(const char *)p->w + next + first * row, row, columns * bits / 8, last - first};
+  return (Ahead){(const char *)p->w + next + of.first * row, row, columns * bits / 8, of.count};
 }
 
 /* sums[i][r] = or, unless these columns are the first ones, += x[i, c] * w[r, c] for `slice` columns of M rows of x and ROWS of
@@ -215,15 +229,15 @@ typedef void (*Widen)(float *tile, const Product *p, int64_t j, int64_t from, in
 INLINE void in_tiles(const Product *p, int64_t from, int64_t to, Widen widen, int64_t bits) {
   vec sums[PANEL][ROWS];
   float tile[ROWS * TILE] __attribute__((aligned(LINE)));
+  Group groups[MOST_GROUPS];
+  const int64_t all = find_groups(groups, p->m);
   for (int64_t j = ROWS * from; j < ROWS * to; j += ROWS) {
     for (int64_t c = 0; c < p->k; c += p->slice) {
       const int64_t slice = least(p->k - c, p->slice);
       widen(tile, p, j, c, slice);
-      for (int64_t g = 0; g < groups_of(p->m); ++g) {
-        const int64_t i = group_begin(g, p->m), rows = group_begin(g + 1, p->m) - i;
-        const Ahead ahead = share_of_next(p, g, j, c, slice, bits, COLUMNS_OF_LINE(float));
-        product_block(rows, p->x + c * p->m + i * slice, tile, LANES, ROWS * LANES, sums + i, !c, slice, ahead);
-      }
+      for (const Group *of = groups; of < groups + all; ++of)
+        product_block(of->rows, p->x + c * p->m + of->begin * slice, tile, LANES, ROWS * LANES, sums + of->begin, !c, slice,
+                      share_of_next(p, *of, j, c, slice, bits, COLUMNS_OF_LINE(float)));
     }
     finish(p, bits == 4 ? NULL : p->scale, j, sums);
   }
@@ -245,15 +259,15 @@ INLINE void in_tiles(const Product *p, int64_t from, int64_t to, Widen widen, in
       return;                                                                                                          \
     }                                                                                                                  \
     vec sums[MOST][ROWS];                                                                                              \
+    Group groups[MOST_GROUPS];                                                                                         \
+    const int64_t all = find_groups(groups, p->m);                                                                     \
     for (int64_t j = ROWS * from; j < ROWS * to; j += ROWS) {                                                          \
       for (int64_t c = 0; c < p->k; c += p->slice) {                                                                   \
         const TYPE *w = (const TYPE *)p->w + j * p->k + c;                                                             \
         const int64_t slice = least(p->k - c, p->slice);                                                               \
-        for (int64_t g = 0; g < groups_of(p->m); ++g) {                                                                \
-          const int64_t i = group_begin(g, p->m), rows = group_begin(g + 1, p->m) - i;                                 \
-          NAME##_block(rows, p->x + c * p->m + i * slice, w, p->k, LANES, sums + i, !c, slice,                         \
-                       share_of_next(p, g, j, c, slice, 8 * sizeof(TYPE), COLUMNS_OF_LINE(TYPE)));                     \
-        }                                                                                                              \
+        for (const Group *of = groups; of < groups + all; ++of)                                                        \
+          NAME##_block(of->rows, p->x + c * p->m + of->begin * slice, w, p->k, LANES, sums + of->begin, !c, slice,     \
+                       share_of_next(p, *of, j, c, slice, 8 * sizeof(TYPE), COLUMNS_OF_LINE(TYPE)));                   \
       }                                                                                                                \
       finish(p, p->scale, j, sums);                                                                                    \
     }                                                                                                                  \
@@ -268,11 +282,13 @@ INLINE void in_tiles(const Product *p, int64_t from, int64_t to, Widen widen, in
 /* Rows of x (M, K) in slices of columns, a slice in groups of rows, of which LANES columns each lie together: rows at a
  * distance of a power of 2 would push each other out of the cache. */
 static void side_by_side(float *packed, const float *x, int64_t m, int64_t k, int64_t most) {
+  Group groups[MOST_GROUPS];
+  const int64_t all = find_groups(groups, m);
   for (int64_t from = 0; from < k; from += most) {
     const int64_t to = least(from + most, k);
-    for (int64_t g = 0; g < groups_of(m); ++g)
+    for (const Group *of = groups; of < groups + all; ++of)
       for (int64_t c = from; c < to; c += LANES)
-        for (int64_t r = group_begin(g, m); r < group_begin(g + 1, m); ++r, packed += LANES)
+        for (int64_t r = of->begin; r < of->begin + of->rows; ++r, packed += LANES)
           memcpy(packed, x + r * k + c, LANES * sizeof(float));
   }
 }

@@ -42,27 +42,34 @@ typedef struct {
   atomic_int *failed;
 } Attention;
 
-/* parts * LANES columns of values (S, D), weighted, times `factor` -> y. Several at once: each sum waits for its last addition. */
+/* parts * LANES columns of values (S, D), weighted, times `factor` -> y */
+#define PARTS 8 /* vectors of a head that are mixed at once: each sum waits for its last addition */
 #define MIX(NAME, TYPE, LOAD)                                                                                          \
   static inline void NAME(const float *weights, const TYPE *values, int64_t s, int64_t d, float factor, float *y,      \
                           int parts) {                                                                                 \
-    vec acc[ROWS] = {{0}};                                                                                             \
+    vec acc[PARTS] = {{0}};                                                                                            \
     for (int64_t i = 0; i < s; ++i, values += d)                                                                       \
       for (int r = 0; r < parts; ++r) acc[r] += weights[i] * LOAD(values + r * LANES);                                 \
     for (int r = 0; r < parts; ++r) *(vec *)(y + r * LANES) = acc[r] * factor;                                         \
   }                                                                                                                    \
-  static inline float NAME##_score(const float *q, const TYPE *key, int64_t d) {                                       \
-    vec acc = {0};                                                                                                     \
-    for (int64_t c = 0; c < d; c += LANES) acc += load(q + c) * LOAD(key + c);                                         \
-    return sum(acc);                                                                                                   \
+  /* q times each of `count` keys (S, D) -> scores, of which ROWS - 1 more may be written. All in the same way, ROWS at \
+   * once: a compiler may round the products of a single sum, but not those of several. */                             \
+  static void NAME##_scores(const float *q, const TYPE *keys, int64_t count, int64_t d, float *scores) {               \
+    for (int64_t s = 0; s < count; s += ROWS) {                                                                        \
+      const TYPE *of[ROWS];                                                                                            \
+      vec acc[ROWS] = {{0}};                                                                                           \
+      for (int r = 0; r < ROWS; ++r) of[r] = keys + least(s + r, count - 1) * d;                                       \
+      for (int64_t c = 0; c < d; c += LANES)                                                                           \
+        UNROLLED for (int r = 0; r < ROWS; ++r) acc[r] += load(q + c) * LOAD(of[r] + c);                               \
+      const quarter all = sums_of_rows(acc);                                                                           \
+      memcpy(scores + s, &all, sizeof all);                                                                            \
+    }                                                                                                                  \
   }                                                                                                                    \
   static void NAME##_all(const float *weights, const TYPE *values, int64_t s, int64_t d, float factor, float *y) {     \
-    for (int64_t c = 0; c < d; c += ROWS * LANES) {                                                                    \
-      if (d - c < ROWS * LANES)                                                                                        \
-        for (; c < d; c += LANES) NAME(weights, values + c, s, d, factor, y + c, 1);                                   \
-      else                                                                                                             \
-        NAME(weights, values + c, s, d, factor, y + c, ROWS);                                                          \
-    }                                                                                                                  \
+    int64_t c = 0;                                                                                                     \
+    for (; d - c >= PARTS * LANES; c += PARTS * LANES) NAME(weights, values + c, s, d, factor, y + c, PARTS);          \
+    for (; d - c >= ROWS * LANES; c += ROWS * LANES) NAME(weights, values + c, s, d, factor, y + c, ROWS);             \
+    for (; c < d; c += LANES) NAME(weights, values + c, s, d, factor, y + c, 1);                                       \
   }
 MIX(mix, float, load)
 MIX(mix8, int8_t, load8)
@@ -89,9 +96,12 @@ static void attend_heads(const void *with, int64_t from, int64_t to) {
     int64_t last = length;
     while (last > 1 && hidden[last - 1] < HIDDEN) --last;
     const int64_t padded = (last + LANES - 1) / LANES * LANES;
+    if (of_k)
+      mix8_scores(q, k8, last, d, probs);
+    else
+      mix_scores(q, k, last, d, probs);
     for (int64_t s = 0; s < last; ++s) {
-      const float score = of_k ? mix8_score(q, k8 + s * d, d) * of_k[s] : mix_score(q, k + s * d, d);
-      probs[s] = score * scale + hidden[s];
+      probs[s] = (of_k ? probs[s] * of_k[s] : probs[s]) * scale + hidden[s];
       top = probs[s] > top ? probs[s] : top;
     }
     for (int64_t s = last; s < padded; ++s) probs[s] = -INFINITY;

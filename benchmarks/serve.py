@@ -37,7 +37,9 @@ from sporeloom.serve.bench import BenchServeConfig, bench
 
 RESULTS = Path(__file__).parent / "results" / "serve.md"
 TEXT = Path(__file__).parents[1] / "examples" / "small_town.txt"
-INPUT, OUTPUT, LONG_OUTPUT, LONG = 32, 32, 128, 512
+INPUT, OUTPUT, LONG, STREAM = 32, 32, 512, 128
+CASES = ((INPUT, OUTPUT), (INPUT, 128), (8, OUTPUT))
+"""Tokens of a prompt and of an answer."""
 PEERS = ("torch", "transformers", "fastapi")
 FIGURES = ("output_throughput", "mean_ttft_ms", "mean_tpot_ms", "processor_ms")
 
@@ -67,7 +69,7 @@ async def gaps_of_a_stream(url, others):
 
     async with httpx.AsyncClient(base_url=url, timeout=600) as client:
         later = asyncio.ensure_future(ask_later(client)) if others else None
-        body = {"prompt": [50] * INPUT, "max_tokens": 48, "temperature": 0, "ignore_eos": True, "stream": True}
+        body = {"prompt": [50] * INPUT, "max_tokens": STREAM, "temperature": 0, "ignore_eos": True, "stream": True}
         came = []
         async with client.stream("POST", "/v1/completions", json=body) as answer:
             async for line in stream_lines(answer.aiter_bytes()):
@@ -76,9 +78,9 @@ async def gaps_of_a_stream(url, others):
         return np.diff(came), np.asarray(came[1:]), await later if later else None
 
 
-def throughput(url, concurrency, ignore_eos=True, output_len=OUTPUT, num_warmups=1, **more):
+def throughput(url, concurrency, ignore_eos=True, input_len=INPUT, output_len=OUTPUT, num_warmups=1, **more):
     config = BenchServeConfig(
-        base_url=url, input_len=INPUT, output_len=output_len, num_prompts=2 * concurrency, max_concurrency=concurrency,
+        base_url=url, input_len=input_len, output_len=output_len, num_prompts=2 * concurrency, max_concurrency=concurrency,
         ignore_eos=ignore_eos, num_warmups=num_warmups, **more,
     )  # fmt: skip
     return asyncio.run(bench(config))
@@ -95,24 +97,31 @@ def processor_time(told):
     return f"{told['processor_ms']:.0f} ms" if "processor_ms" in told else ""
 
 
-def medians(server, rounds, length):
+def line(n, prompt, answer, told):
+    """Of the table."""
+    times = f"{told['mean_ttft_ms']:.0f} ms | {told['mean_tpot_ms']:.0f} ms | {processor_time(told)}"
+    return f"| {n} | {prompt} | {answer} | {told['output_throughput']:.1f} | {times} |"
+
+
+def medians(server, rounds, prompt, answer):
     """One request at a time and eight at once by turns, as other work on the machine hits both: medians of each figure, with
     the milliseconds of processor time of an output token. All prompts are new: the prefix cache has none of them."""
-    throughput(server.url, 8, output_len=2, seed=length)
+    throughput(server.url, 8, input_len=prompt, output_len=2, seed=prompt + answer)
     found = {1: [], 8: []}
     for number in range(rounds):
         for n, of_n in found.items():
             before = processor_s(server.process)
-            told = throughput(server.url, n, output_len=length, num_warmups=0, seed=1000 * length + 10 * number + n)
+            seed = 10000 * prompt + 100 * answer + 10 * number + n
+            told = throughput(server.url, n, input_len=prompt, output_len=answer, num_warmups=0, seed=seed)
             assert not told["failed"], told
             told["processor_ms"] = (processor_s(server.process) - before) / told["total_output_tokens"] * 1e3
             of_n.append({name: told[name] for name in FIGURES})
-            print(n, length, of_n[-1], flush=True)
+            print(n, prompt, answer, of_n[-1], flush=True)
     return [{name: float(np.median([one[name] for one in of_n])) for name in FIGURES} for of_n in found.values()]
 
 
 def measure(server, rounds):
-    told, url = [each for length in (OUTPUT, LONG_OUTPUT) for each in medians(server, rounds, length)], server.url
+    told, url = [medians(server, rounds, *case) for case in CASES], server.url
     calm, _, _ = asyncio.run(gaps_of_a_stream(url, []))
     long_prompt = {"prompt": list(range(20, 20 + LONG)), "max_tokens": 1}
     busy, came, (start, end) = asyncio.run(gaps_of_a_stream(url, [long_prompt]))
@@ -185,37 +194,35 @@ def theirs(folder, size):
 def main():
     parser = argparse.ArgumentParser(description=first_line(__doc__))
     parser.add_argument("--size", default="350m")
-    parser.add_argument("--prefill-chunk", default="16")
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as name:
         checkpoint = random_checkpoint(Path(name), arguments.size)
         words = [sys.executable, "-m", "sporeloom", "serve", str(checkpoint), "--port", "0", "--max-model-len", "640"]
-        with running([*words, "--prefill-chunk", arguments.prefill_chunk], r"is served at (\S+)") as server:
+        with running(words, r"is served at (\S+)") as server:
             ours, calm, beside, seconds, alone = measure(server, arguments.rounds)
         peer, peers = theirs(Path(name), arguments.size) if all(map(find_spec, PEERS)) else ("", [])
-    one, eight, one_long, eight_long = (told["output_throughput"] for told in ours)
-    times = [told["processor_ms"] for told in ours]
+    rows, ratios = [], []
+    for (prompt, answer), of_case in zip(CASES, ours, strict=True):
+        rows += [line(n, prompt, answer, told) for n, told in zip((1, 8), of_case, strict=True)]
+        one, eight = of_case
+        ratio, cheaper = (
+            eight["output_throughput"] / one["output_throughput"],
+            one["processor_ms"] / eight["processor_ms"],
+        )
+        ratios.append(f"{prompt} in and {answer} out {ratio:.1f} times (processor time {cheaper:.1f})")
+    rows += [line(f"{n}, {peer}", INPUT, OUTPUT, told) for n, told in zip((1, 8), peers, strict=False)]
     lines = [
-        f"PanGu {arguments.size}, {INPUT} tokens in, all new, --prefill-chunk {arguments.prefill_chunk}. Medians of "
-        f"{arguments.rounds} rounds of one request at a time and eight at once by turns; load before and after: "
-        f"{load:.1f}, {os.getloadavg()[0]:.1f}.",
+        f"PanGu {arguments.size}, prompts all new. Medians of {arguments.rounds} rounds of one request at a time and eight "
+        f"at once by turns; load before and after: {load:.1f}, {os.getloadavg()[0]:.1f}.",
         "",
-        "| requests at once | tokens out | tokens/s | TTFT, mean | TPOT, mean | processor time a token |",
-        "|---|---|---|---|---|---|",
-        *(
-            f"| {n}{of} | {length} | {told['output_throughput']:.1f} | {told['mean_ttft_ms']:.0f} ms | "
-            f"{told['mean_tpot_ms']:.0f} ms | {processor_time(told)} |"
-            for n, length, told, of in (
-                *zip((1, 8) * 2, (OUTPUT, OUTPUT, LONG_OUTPUT, LONG_OUTPUT), ours, [""] * 4, strict=True),
-                *zip((1, 8), (OUTPUT, OUTPUT), peers, [f", {peer}"] * 2, strict=False),
-            )
-        ),
+        "| requests at once | tokens in | tokens out | tokens/s | TTFT, mean | TPOT, mean | processor time a token |",
+        "|---" * 7 + "|",
+        *rows,
         "",
-        f"8 at once give {eight / one:.1f} times the tokens/s of one at a time, {eight_long / one_long:.1f} times with "
-        f"{LONG_OUTPUT} tokens out (target: 5): a prompt is as much work in company as alone. By processor time they are "
-        f"{times[0] / times[1]:.1f} and {times[2] / times[3]:.1f} times as cheap.",
+        f"Tokens/s of 8 requests at once against one at a time, with {', '.join(ratios)}; target: 5 at {OUTPUT} out.",
+        "A prompt is as much work in company as alone.",
         "",
         f"Inter-token latency of a stream: {np.median(calm) * 1e3:.0f} ms alone; {np.median(beside) * 1e3:.0f} ms, at most "
         f"{beside.max() * 1e3:.0f} ms, while a prompt of {LONG} tokens is prefilled, which takes {seconds:.1f} s: "
@@ -223,7 +230,7 @@ def main():
         "",
         f"A prompt of {LONG} tokens alone: {alone:.1f} s to its first token.",
     ]
-    print("\n".join(lines), json.dumps(ours))
+    print("\n".join(lines))
     write_report(RESULTS, "A server of 350M dimensions", "serve.py", lines)
 
 

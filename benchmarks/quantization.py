@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Perplexity of poets that a model has not read, by number type of weights and of the KV cache.
+"""Accuracy of a model on poets that it has not read, by number type of weights and of the KV cache.
 
-Trains a small model on ../shared/data/zh_poetry.jsonl without a twentieth of the poets, and computes the perplexity of their
-poems through the KV cache, with every format of weights, and with a cache of int8. Writes benchmarks/results/quantization.md.
+Trains a small model on ../shared/data/zh_poetry.jsonl without a twentieth of the poets. With every format of weights, and
+with a cache of int8, it computes the perplexity of their poems through the KV cache, and has the lm-evaluation-harness ask
+which of four lines is the last one of a poem. Writes benchmarks/results/quantization.md.
 `python benchmarks/quantization.py [--steps N] [--checkpoint FOLDER]`
 """
 
@@ -11,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import random
 import tempfile
 from pathlib import Path
 
@@ -30,6 +32,22 @@ CASES = [
     ("int4-g32", "int8"),
 ]
 """Weights and KV cache."""
+TASK = """\
+task: last_lines
+dataset_path: json
+dataset_kwargs:
+  data_files: {validation: QUESTIONS}
+validation_split: validation
+output_type: multiple_choice
+doc_to_text: "{{context}}"
+target_delimiter: ""
+doc_to_choice: choices
+doc_to_target: answer
+metric_list:
+  - {metric: acc, aggregation: mean, higher_is_better: true}
+metadata: {version: 1.0}
+"""
+NUM_CHOICES, MAX_CHARACTERS = 4, 120
 MAX_TOKENS, BATCH, EVERY = 128, 8, 3
 """Tokens and sequences of a step; of the poems every third is read."""
 
@@ -90,6 +108,42 @@ def perplexity(checkpoint: Path, poems: list[str], weights: str, kv_cache: str) 
     return math.exp(total / count), held, decoding.cache_bytes
 
 
+def write_task(folder: Path, poems: list[str]) -> tuple[Path, int]:
+    """A task of the harness: each poem without its last line, and that of it among those of other poems that are as long."""
+    draw, by_length = random.Random(0), {}
+    whole = [poem.rpartition("\n") for poem in poems if poem.count("\n") > 3 and len(poem) <= MAX_CHARACTERS]
+    for _, _, last in whole:
+        by_length.setdefault(len(last), set()).add(last)
+    questions = []
+    for before, end, last in whole:
+        others = sorted(by_length[len(last)] - {last})
+        if len(others) >= NUM_CHOICES - 1:
+            choices = [last, *draw.sample(others, NUM_CHOICES - 1)]
+            draw.shuffle(choices)
+            questions.append({"context": before + end, "choices": choices, "answer": choices.index(last)})
+    lines = [json.dumps(question, ensure_ascii=False) for question in questions]
+    (folder / "questions.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (folder / "last_lines.yaml").write_text(
+        TASK.replace("QUESTIONS", str(folder / "questions.jsonl")), encoding="utf-8"
+    )
+    return folder / "last_lines.yaml", len(questions)
+
+
+def asked(task: Path, checkpoint: Path, weights: str, kv_cache: str) -> tuple[float, float, list[int]]:
+    """Accuracy by the harness, its standard error, and the number of the chosen line of each question."""
+    path = task.with_name(f"{weights}-{kv_cache}.json")
+    flags = ("--checkpoint", checkpoint, "--weights", weights, "--kv-cache", kv_cache, "--output", path)
+    sporeloom("evaluate", "lm-eval", "--tasks", task, *flags, HF_DATASETS_OFFLINE="1")
+    told = json.loads(path.read_text(encoding="utf-8"))
+    (scores,) = told["results"].values()
+    (samples,) = told["samples"].values()
+    chosen = [
+        int(np.argmax([float(score) for score, _ in sample["filtered_resps"]]))
+        for sample in sorted(samples, key=lambda sample: sample["doc_id"])
+    ]
+    return scores["acc,none"], scores["acc_stderr,none"], chosen
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=250)
@@ -101,23 +155,31 @@ def main() -> None:
         data, held_out = split(Path(scratch))
         checkpoint = arguments.checkpoint or train(Path(scratch), data, arguments.steps)
         poems = held_out[:: max(1, len(held_out) // arguments.poems)]
-        found = {}
+        task, num_questions = write_task(Path(scratch), held_out)
+        found, scores = {}, {}
         for case in CASES:
+            scores[case] = asked(task, checkpoint, *case)
             found[case] = perplexity(checkpoint, poems, *case)
-            print(*case, *found[case], flush=True)
-    exact = found["float32", "auto"][0]
+            print(*case, *found[case], *scores[case][:2], flush=True)
+    exact, _, chosen = found["float32", "auto"][0], *scores["float32", "auto"][1:]
+    same = {case: float(np.mean(np.equal(of_case[2], chosen))) for case, of_case in scores.items()}
     lines = [
         f"A model of 1 million parameters (`--size embedded_tiny`), {arguments.steps} steps of {BATCH} x {MAX_TOKENS} tokens "
-        f"on poems; perplexity of {len(poems)} poems by poets that it has not read, through the KV cache; load {load:.1f}. "
-        "Embedding and head are int8 with w8a8 and every int4.",
+        f"on poems; load {load:.1f}. Perplexity of {len(poems)} poems by poets that it has not read, through the KV cache. "
+        f"Accuracy by the lm-evaluation-harness: which of {NUM_CHOICES} lines that are as long is the last one of a poem, "
+        f"{num_questions} questions by these poets ({1 / NUM_CHOICES:.0%} by chance); and the share of questions that get "
+        "the same answer as from float32. Embedding and head are int8 with w8a8 and every int4.",
         "",
-        "| weights | KV cache | perplexity | against float32 | MB of weights | MB of cache (256 slots) |",
-        "|---|---|---|---|---|---|",
+        "| weights | KV cache | perplexity | against float32 | accuracy | same answers | MB of weights | MB of 256 slots |",
+        "|---" * 8 + "|",
     ]
-    lines += [
-        f"| {weights} | {kv_cache} | {value:.3f} | {value / exact - 1:+.2%} | {held / 1e6:.2f} | {cache / 1e6:.3f} |"
-        for (weights, kv_cache), (value, held, cache) in found.items()
-    ]
+    for case in CASES:
+        value, held, cache = found[case]
+        accuracy, error, _ = scores[case]
+        lines.append(
+            f"| {' | '.join(case)} | {value:.3f} | {value / exact - 1:+.2%} | {accuracy:.1%} ± {error:.1%} | "
+            f"{same[case]:.1%} | {held / 1e6:.2f} | {cache / 1e6:.3f} |"
+        )
     write_report(RESULT, "Accuracy of quantized weights and caches", "quantization.py", lines)
 
 

@@ -3,7 +3,7 @@
 
 Trains a small model on ../shared/data/zh_poetry.jsonl without a twentieth of the poets. With every format of weights, and
 with a cache of int8, it computes the perplexity of their poems through the KV cache, and has the lm-evaluation-harness ask
-which of four lines is the last one of a poem. Writes benchmarks/results/quantization.md.
+which of four orders of its characters is the last line of a poem. Writes benchmarks/results/quantization.md.
 `python benchmarks/quantization.py [--steps N] [--checkpoint FOLDER]`
 """
 
@@ -47,7 +47,7 @@ metric_list:
   - {metric: acc, aggregation: mean, higher_is_better: true}
 metadata: {version: 1.0}
 """
-NUM_CHOICES, MAX_CHARACTERS = 4, 120
+NUM_CHOICES, MAX_CHARACTERS, MARKS = 4, 120, "，。？！；、"
 MAX_TOKENS, BATCH, EVERY = 128, 8, 3
 """Tokens and sequences of a step; of the poems every third is read."""
 
@@ -109,18 +109,19 @@ def perplexity(checkpoint: Path, poems: list[str], weights: str, kv_cache: str) 
 
 
 def write_task(folder: Path, poems: list[str]) -> tuple[Path, int]:
-    """A task of the harness: each poem without its last line, and that of it among those of other poems that are as long."""
-    draw, by_length = random.Random(0), {}
-    whole = [poem.rpartition("\n") for poem in poems if poem.count("\n") > 3 and len(poem) <= MAX_CHARACTERS]
-    for _, _, last in whole:
-        by_length.setdefault(len(last), set()).add(last)
-    questions = []
-    for before, end, last in whole:
-        others = sorted(by_length[len(last)] - {last})
-        if len(others) >= NUM_CHOICES - 1:
-            choices = [last, *draw.sample(others, NUM_CHOICES - 1)]
-            draw.shuffle(choices)
-            questions.append({"context": before + end, "choices": choices, "answer": choices.index(last)})
+    """A task of the harness: each poem without its last line, and that line among others of the same characters."""
+    draw, questions = random.Random(0), []
+    for before, end, last in (poem.rpartition("\n") for poem in poems if len(poem) <= MAX_CHARACTERS):
+        places = [place for place, letter in enumerate(last) if letter not in MARKS]
+        choices = {last}
+        while len({last[place] for place in places}) > 3 and len(choices) < NUM_CHOICES:
+            letters = list(last)
+            for place, letter in zip(places, draw.sample([last[of] for of in places], len(places)), strict=True):
+                letters[place] = letter
+            choices.add("".join(letters))
+        if len(choices) == NUM_CHOICES:
+            shown = draw.sample(sorted(choices), NUM_CHOICES)
+            questions.append({"context": before + end, "choices": shown, "answer": shown.index(last)})
     lines = [json.dumps(question, ensure_ascii=False) for question in questions]
     (folder / "questions.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     (folder / "last_lines.yaml").write_text(
@@ -166,7 +167,7 @@ def main() -> None:
     lines = [
         f"A model of 1 million parameters (`--size embedded_tiny`), {arguments.steps} steps of {BATCH} x {MAX_TOKENS} tokens "
         f"on poems; load {load:.1f}. Perplexity of {len(poems)} poems by poets that it has not read, through the KV cache. "
-        f"Accuracy by the lm-evaluation-harness: which of {NUM_CHOICES} lines that are as long is the last one of a poem, "
+        f"Accuracy by the lm-evaluation-harness: which of {NUM_CHOICES} orders of its characters is the last line of a poem, "
         f"{num_questions} questions by these poets ({1 / NUM_CHOICES:.0%} by chance); and the share of questions that get "
         "the same answer as from float32. Embedding and head are int8 with w8a8 and every int4.",
         "",

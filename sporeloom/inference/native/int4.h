@@ -5,51 +5,78 @@
  * scale of its group, rounded once, as the operators have it: where the processor can choose from 16 floats, a group's are
  * computed once. */
 #define ZERO 8 /* where groups have no zero point of their own */
+#define VECS (2 * MOST_LANES / LANES) /* of the columns in MOST_LANES bytes */
 #if defined(__AVX512F__)
 typedef vec Levels;
 static inline Levels levels(float scale, float zero) {
   return ((vec){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} - zero) * scale;
 }
-static inline vec load4(const uint8_t *from, Levels of, int half) {
+INLINE void load4(const uint8_t *from, Levels of, int has_zeros, vec *w) {
   const __m512i q = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from)); /* the choice is by the 4 lowest bits */
-  return (vec)_mm512_permutexvar_ps(half ? _mm512_srli_epi32(q, 4) : q, (__m512)of);
+  w[0] = (vec)_mm512_permutexvar_ps(q, (__m512)of);
+  w[1] = (vec)_mm512_permutexvar_ps(_mm512_srli_epi32(q, 4), (__m512)of);
+}
+#elif defined(__AVX2__) && defined(__FMA__)
+typedef struct {
+  __m256 scale, zero, offset; /* -ZERO * scale, exactly: q * scale + offset is then rounded once, too */
+} Levels;
+static inline Levels levels(float scale, float zero) {
+  return (Levels){_mm256_set1_ps(scale), _mm256_set1_ps(zero), _mm256_set1_ps(-ZERO * scale)};
+}
+INLINE vec entries(__m256i q, Levels of, int has_zeros) {
+  const __m256 v = _mm256_cvtepi32_ps(q);
+  return (vec)(has_zeros ? _mm256_mul_ps(_mm256_sub_ps(v, of.zero), of.scale) : _mm256_fmadd_ps(v, of.scale, of.offset));
+}
+INLINE void load4(const uint8_t *from, Levels of, int has_zeros, vec *w) {
+  const __m256i low_bits = _mm256_set1_epi32(15);
+  for (int half = 0; half < 2; ++half) {
+    const __m256i q = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(from + half * LANES)));
+    w[half] = entries(_mm256_and_si256(q, low_bits), of, has_zeros);
+    w[half + 2] = entries(_mm256_srli_epi32(q, 4), of, has_zeros);
+  }
 }
 #else
 typedef struct {
   float scale, zero;
 } Levels;
 static inline Levels levels(float scale, float zero) { return (Levels){scale, zero}; }
-static inline vec load4(const uint8_t *from, Levels of, int half) {
-#if defined(__AVX2__)
-  const __m128i both = _mm_loadl_epi64((const __m128i *)from), q = half ? _mm_srli_epi16(both, 4) : both;
-  const vec v = (vec)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_and_si128(q, _mm_set1_epi8(15))));
-#else
-  vec v;
-  for (int i = 0; i < LANES; ++i) v[i] = half ? from[i] >> 4 : from[i] & 15;
-#endif
-  return (v - of.zero) * of.scale;
+INLINE void load4(const uint8_t *from, Levels of, int has_zeros, vec *w) {
+  for (int part = 0; part < VECS; ++part) {
+    const uint8_t *bytes = from + part * LANES % MOST_LANES;
+    for (int i = 0; i < LANES; ++i) w[part][i] = part < VECS / 2 ? bytes[i] & 15 : bytes[i] >> 4;
+    w[part] = (w[part] - of.zero) * of.scale;
+  }
 }
 #endif
 
-/* sums[i][r] as above, with the rows of w from j on */
+/* sums[i][r] = sum over c of x[i, c] * w[r, c] for m rows of x and those of w from j on; m and has_zeros are constants of the
+ * caller. */
+INLINE void few_rows4(int m, int has_zeros, const float *x, const Product *p, int64_t j, vec (*sums)[ROWS]) {
+  vec acc[GROUP][ROWS] = {{{0}}};
+  const int64_t row = p->k / 2, groups = p->k / p->group;
+  const uint8_t *w = (const uint8_t *)p->w + j * row, *end = w + row, *zero = has_zeros ? p->zero + j * groups : NULL;
+  const float *scale = p->scale + j * groups;
+  while (w < end) {
+    for (const uint8_t *of_group = w + p->group / 2; w < of_group; w += MOST_LANES, x += 2 * MOST_LANES * m)
+      UNROLLED for (int r = 0; r < ROWS; ++r) {
+        vec in[VECS];
+        load4(w + r * row, levels(scale[r * groups], has_zeros ? zero[r * groups] : ZERO), has_zeros, in);
+        for (int part = 0; part < VECS; ++part)
+          UNROLLED for (int i = 0; i < m; ++i) acc[i][r] += load(x + part * LANES * m + i * LANES) * in[part];
+        __builtin_prefetch(w + (ROWS + r) * row);
+      }
+    ++scale;
+    zero += has_zeros;
+  }
+  for (int i = 0; i < m; ++i)
+    for (int r = 0; r < ROWS; ++r) sums[i][r] = acc[i][r];
+}
 #define BLOCK4(M)                                                                                                      \
-  static void product4_##M(const float *x, const Product *p, int64_t j, vec (*sums)[ROWS]) {                           \
-    vec acc[M][ROWS] = {{{0}}};                                                                                        \
-    const int64_t row = p->k / 2, groups = p->k / p->group;                                                            \
-    const uint8_t *w = (const uint8_t *)p->w + j * row;                                                                \
-    for (int64_t g = 0; g < groups; ++g) {                                                                             \
-      const int64_t from = g * p->group, to = from + p->group;                                                         \
-      Levels of[ROWS];                                                                                                 \
-      for (int r = 0; r < ROWS; ++r) {                                                                                 \
-        const int64_t at = (j + r) * groups + g;                                                                       \
-        of[r] = levels(p->scale[at], p->zero ? p->zero[at] : ZERO);                                                    \
-        __builtin_prefetch(w + (ROWS + r) * row + from / 2);                                                           \
-      }                                                                                                                \
-      for (int64_t c = from; c < to; c += 2 * MOST_LANES)                                                              \
-        for (int part = 0; part < 2 * MOST_LANES; part += LANES)                                                       \
-          STEP(M, x + (c + part) * M, load4(w + r * row + c / 2 + part % MOST_LANES, of[r], part / MOST_LANES), 0)     \
-    }                                                                                                                  \
-    memcpy(sums, acc, sizeof acc);                                                                                     \
+  static __attribute__((noinline)) void product4_##M(const float *x, const Product *p, int64_t j, vec (*sums)[ROWS]) { \
+    if (p->zero)                                                                                                       \
+      few_rows4(M, 1, x, p, j, sums);                                                                                  \
+    else                                                                                                               \
+      few_rows4(M, 0, x, p, j, sums);                                                                                  \
   }
 BLOCK4(1)
 BLOCK4(2)
@@ -60,10 +87,10 @@ static inline void product4_widen(float *tile, const Product *p, int64_t j, int6
   for (int64_t r = j; r < j + ROWS; ++r, tile += LANES)
     for (int64_t c = from; c < from + slice; c += 2 * MOST_LANES) {
       const int64_t at = (r * p->k + c) / p->group;
-      const uint8_t *w = (const uint8_t *)p->w + (r * p->k + c) / 2;
+      vec w[VECS];
       const Levels of = levels(p->scale[at], p->zero ? p->zero[at] : ZERO);
-      for (int part = 0; part < 2 * MOST_LANES; part += LANES)
-        *(vec *)(tile + (c - from + part) * ROWS) = load4(w + part % MOST_LANES, of, part / MOST_LANES);
+      load4((const uint8_t *)p->w + (r * p->k + c) / 2, of, p->zero != NULL, w);
+      for (int part = 0; part < VECS; ++part) *(vec *)(tile + (c - from + part * LANES) * ROWS) = w[part];
     }
 }
 

@@ -2,8 +2,8 @@
 """Decoding one sequence on one CPU process beside llama.cpp built for this processor, on a quiet machine and beside a program
 that keeps one core busy.
 
-PanGu 350M's dims against llama.cpp's GPT-2 of the same dims, random weights, context 512: int8 beside Q8_0, int4 in groups of
-32 beside Q4_0, float32 beside F32, each with a thread for each core; all workers take turns in one run.
+PanGu 350M's dims against llama.cpp's GPT-2 of the same dims, random weights, context 512: int8 and w8a8 beside Q8_0, int4 in
+groups of 32 beside Q4_0, float32 beside F32, each with a thread for each core; all workers take turns in one run.
 Writes benchmarks/results/decode_busy.md. `pip install --no-binary llama-cpp-python llama-cpp-python gguf`, here or into
 another environment (`--peer-python`), then `python benchmarks/decode_busy.py`. Where llama.cpp's AMX kernels end in a
 segmentation fault, as on virtual machines that hide AMX, give CMAKE_ARGS="-DGGML_NATIVE=OFF" and the other features by name.
@@ -27,7 +27,12 @@ from turns import Worker, serve
 DIMS = {"vocab_size": 40000, "hidden_size": 1024, "num_layers": 24, "num_heads": 16, "seq_len": 1024}
 CONTEXT, TURNS, STEPS_A_TURN, WARM_UP, TARGET = 512, 9, 16, 8, 1.5
 RESULTS = Path(__file__).resolve().parent / "results" / "decode_busy.md"
-OURS = {"int4-g32": "sporeloom int4, groups of 32", "int8": "sporeloom int8", "float32": "sporeloom float32"}
+OURS = {
+    "int4-g32": "sporeloom int4, groups of 32",
+    "w8a8": "sporeloom w8a8",
+    "int8": "sporeloom int8",
+    "float32": "sporeloom float32",
+}
 NAMES = {**OURS, "Q4_0": "llama.cpp Q4_0", "Q8_0": "llama.cpp Q8_0", "F32": "llama.cpp F32"}
 
 
@@ -191,11 +196,11 @@ def report(found: dict[int, dict[str, list[float]]], versions: list[str], load: 
         *(
             f"{theirs} takes {quiet[theirs] / quiet[ours]:.2f} times as long as {ours} on a quiet machine (target: "
             f"{TARGET}), {busy[theirs] / busy[ours]:.2f} times on a busy one."
-            for ours, theirs in (("int4-g32", "Q4_0"), ("int8", "Q8_0"))
+            for ours, theirs in (("int4-g32", "Q4_0"), ("int8", "Q8_0"), ("w8a8", "Q8_0"))
         ),
         "",
-        "llama.cpp rounds activations to int8 and multiplies bytes; `--weights int4` and `int8` multiply floats, and give "
-        "what the dequantized weights give. With AVX2 widening takes longer than memory does.",
+        "llama.cpp rounds activations to int8 and multiplies bytes, as `--weights w8a8` does; `int4` and `int8` multiply "
+        "floats, and give what the dequantized weights give. With AVX2 to widen int4 takes longer than memory does.",
     ]
     print("\n".join(lines))
     RESULTS.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -54,17 +54,20 @@ INLINE void load4(const uint8_t *from, Levels of, int has_zeros, vec *w) {
 INLINE void few_rows4(int m, int has_zeros, const float *x, const Product *p, int64_t j, vec (*sums)[ROWS]) {
   vec acc[GROUP][ROWS] = {{{0}}};
   const int64_t row = p->k / 2, groups = p->k / p->group;
-  const uint8_t *w = (const uint8_t *)p->w + j * row, *end = w + row, *zero = has_zeros ? p->zero + j * groups : NULL;
+  const uint8_t *w = (const uint8_t *)p->w + j * row, *end = w + row, *ahead = w + ROWS * row;
+  const uint8_t *zero = has_zeros ? p->zero + j * groups : NULL;
   const float *scale = p->scale + j * groups;
   while (w < end) {
-    for (const uint8_t *of_group = w + p->group / 2; w < of_group; w += MOST_LANES, x += 2 * MOST_LANES * m)
+    for (const uint8_t *of_group = w + p->group / 2; w < of_group; w += MOST_LANES, x += 2 * MOST_LANES * m) {
+      __builtin_prefetch(ahead);
+      ahead += ROWS * MOST_LANES;
       UNROLLED for (int r = 0; r < ROWS; ++r) {
         vec in[VECS];
         load4(w + r * row, levels(scale[r * groups], has_zeros ? zero[r * groups] : ZERO), has_zeros, in);
         for (int part = 0; part < VECS; ++part)
           UNROLLED for (int i = 0; i < m; ++i) acc[i][r] += load(x + part * LANES * m + i * LANES) * in[part];
-        __builtin_prefetch(w + (ROWS + r) * row);
       }
+    }
     ++scale;
     zero += has_zeros;
   }

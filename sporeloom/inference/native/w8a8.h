@@ -18,8 +18,16 @@ static float quantize(const float *x, int8_t *y, int64_t d) {
   return scale;
 }
 
+#if defined(__AVX2__) && !(defined(__AVX512VNNI__) && defined(__AVX512BW__))
+typedef int16_t Quantized; /* widened once, not for each row of w */
+#define ROWS_OF_X 3 /* worked on together: their sums stay in registers */
+#else
+typedef int8_t Quantized;
+#define ROWS_OF_X 4
+#endif
+
 typedef struct {
-  const int8_t *x; /* rows as int8, `stride` bytes from each other; with VNNI its bytes are larger by 128, and unsigned */
+  const Quantized *x; /* rows, `stride` numbers from each other; with VNNI they are larger by 128, and unsigned */
   const float *of_x;
   const int8_t *w;
   const float *scale, *bias;
@@ -55,24 +63,25 @@ INLINE void int_sums(const int8_t *x, int64_t stride, const int8_t *w, int64_t k
 }
 #elif defined(__AVX2__)
 #define OFFSET 0
-INLINE __m256i widened(const int8_t *from) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)from)); }
-INLINE void int_sums(const int8_t *x, int64_t stride, const int8_t *w, int64_t k, int m, int32_t (*sums)[ROWS]) {
-  __m256i acc[ROWS][ROWS];
+INLINE void int_sums(const int16_t *x, int64_t stride, const int8_t *w, int64_t k, int m, int32_t (*sums)[ROWS]) {
+  __m256i acc[ROWS_OF_X][ROWS];
   for (int i = 0; i < m; ++i)
     for (int r = 0; r < ROWS; ++r) acc[i][r] = _mm256_setzero_si256();
-  for (int64_t c = 0; c < k; c += MOST_LANES)
-    for (int r = 0; r < ROWS; ++r) {
-      const __m256i in = widened(w + r * k + c);
-      for (int i = 0; i < m; ++i)
-        acc[i][r] = _mm256_add_epi32(acc[i][r], _mm256_madd_epi16(widened(x + i * stride + c), in));
+  for (int64_t c = 0; c < k; c += MOST_LANES) {
+    for (int r = 0; r < ROWS && c % LINE == 0; ++r) __builtin_prefetch(w + ROWS * (k + c) + r * LINE);
+    UNROLLED for (int r = 0; r < ROWS; ++r) {
+      const __m256i in = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(w + r * k + c)));
+      UNROLLED for (int i = 0; i < m; ++i) {
+        const __m256i xi = _mm256_loadu_si256((const __m256i *)(x + i * stride + c));
+        acc[i][r] = _mm256_add_epi32(acc[i][r], _mm256_madd_epi16(xi, in));
+      }
     }
-  for (int i = 0; i < m; ++i)
-    for (int r = 0; r < ROWS; ++r) {
-      int32_t parts[8];
-      memcpy(parts, &acc[i][r], sizeof parts);
-      sums[i][r] = 0;
-      for (int part = 0; part < 8; ++part) sums[i][r] += parts[part];
-    }
+  }
+  for (int i = 0; i < m; ++i) {
+    const __m256i halves = _mm256_hadd_epi32(_mm256_hadd_epi32(acc[i][0], acc[i][1]), _mm256_hadd_epi32(acc[i][2], acc[i][3]));
+    const __m128i all = _mm_add_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
+    _mm_storeu_si128((__m128i *)sums[i], all);
+  }
 }
 #else
 #define OFFSET 0
@@ -100,15 +109,15 @@ static void product_w8a8_columns(const void *with, int64_t from, int64_t to) {
   const IntProduct p = *(const IntProduct *)with;
   for (int64_t j = ROWS * from; j < ROWS * to; j += ROWS) {
     const int8_t *w = p.w + j * p.k;
-    for (int64_t i = 0; i < p.m; i += ROWS) {
-      const int64_t rows = p.m - i < ROWS ? p.m - i : ROWS;
-      const int8_t *x = p.x + i * p.stride;
-      int32_t sums[ROWS][ROWS];
+    for (int64_t i = 0; i < p.m; i += ROWS_OF_X) {
+      const int64_t rows = least(p.m - i, ROWS_OF_X);
+      const Quantized *x = p.x + i * p.stride;
+      int32_t sums[ROWS_OF_X][ROWS];
       switch (rows) {
         case 1: int_sums(x, p.stride, w, p.k, 1, sums); break;
         case 2: int_sums(x, p.stride, w, p.k, 2, sums); break;
         case 3: int_sums(x, p.stride, w, p.k, 3, sums); break;
-        default: int_sums(x, p.stride, w, p.k, 4, sums);
+        default: int_sums(x, p.stride, w, p.k, ROWS_OF_X, sums);
       }
       for (int64_t a = 0; a < rows; ++a)
         for (int r = 0; r < ROWS; ++r) {
@@ -122,17 +131,17 @@ static void product_w8a8_columns(const void *with, int64_t from, int64_t to) {
 /* x (M, K), w (N, K) with scale (N,), bias (N,) or none -> y (M, N). Not 0: there is no memory. */
 static int product_w8a8(const float *x, const int8_t *w, const float *scale, const float *bias, float *y, int64_t m, int64_t k,
                         int64_t n) {
-  const int64_t most = m < PANEL ? m : PANEL, stride = (k + LINE - 1) / LINE * LINE;
-  int8_t *q = aligned_alloc(LINE, most * stride);
+  const int64_t most = least(m, PANEL), stride = (k + LINE - 1) / LINE * LINE;
+  Quantized *q = aligned_alloc(LINE, (most + 1) * stride * sizeof *q);
   if (!q) return 1;
-  memset(q, 0, most * stride);
+  memset(q, 0, most * stride * sizeof *q);
+  int8_t *bytes = (int8_t *)(q + most * stride);
   float of_x[PANEL];
   for (int64_t from = 0; from < m; from += most) {
-    const int64_t rows = m - from < most ? m - from : most;
+    const int64_t rows = least(m - from, most);
     for (int64_t i = 0; i < rows; ++i) {
-      int8_t *row = q + i * stride;
-      of_x[i] = quantize(x + (from + i) * k, row, k);
-      for (int64_t c = 0; OFFSET && c < k; ++c) row[c] = (int8_t)(row[c] ^ OFFSET);
+      of_x[i] = quantize(x + (from + i) * k, bytes, k);
+      for (int64_t c = 0; c < k; ++c) q[i * stride + c] = (Quantized)(bytes[c] ^ OFFSET);
     }
     const IntProduct p = {q, of_x, w, scale, bias, y + from * n, rows, k, n, stride};
     in_parallel(product_w8a8_columns, &p, n / ROWS, rows * n * k);

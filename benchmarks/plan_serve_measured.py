@@ -21,7 +21,7 @@ from pathlib import Path
 from report import ROOT, sporeloom, write_report
 from serve import random_checkpoint, running, throughput
 
-from sporeloom.core.lines import first_line
+from sporeloom.core.lines import first_line, split_lines
 
 RESULTS = ROOT / "benchmarks" / "results" / "plan_serve_measured.md"
 CASES = [
@@ -123,7 +123,7 @@ def measured(checkpoint, number):
     """`run_here` in a process that has MindSpore's operators alone."""
     words = [sys.executable, __file__, "--run", str(number), "--checkpoint", str(checkpoint)]
     done = subprocess.run(words, check=True, stdout=subprocess.PIPE, env={**os.environ, "SPORELOOM_KERNELS": "0"})
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(split_lines(done.stdout.decode())[-1])
 
 
 def compare(folder, cluster):

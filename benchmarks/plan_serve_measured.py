@@ -41,21 +41,9 @@ FIGURES = {"first_token_s": "prompt, ms", "decode_s": "step, ms", "tokens_per_s"
 
 
 def planned(cluster, size, weights, rows, prompt, answer):
-    flags = [
-        "--size",
-        size,
-        "--max-num-seqs",
-        rows,
-        "--input-len",
-        prompt,
-        "--output-len",
-        answer,
-        "--weights",
-        weights,
-    ]
-    told = sporeloom(
-        *("plan", "serve", "--cluster", cluster, "--tp", 1, "--compute-dtype", "float32", "--json", *flags)
-    )
+    flags = ["--size", size, "--weights", weights, "--max-num-seqs", rows, "--input-len", prompt]
+    flags += ["--output-len", answer, "--cluster", cluster, "--tp", 1, "--compute-dtype", "float32", "--json"]
+    told = sporeloom("plan", "serve", *flags)
     return {name: json.loads(told)[name] for name in FIGURES}
 
 
@@ -172,8 +160,8 @@ def main():
         "Tokens/s: with all sequences busy. The error is of the plan against the graphs; missed: more than "
         f"{TARGET:.0%}.",
         "",
-        "Plans of this machine are too fast for two reasons: MindSpore's products of few rows take longer than their numbers "
-        "and bytes at the rates of a calibration, which measures products of training steps (`products.md`); and a "
+        "Plans of this machine are too fast. Known are two causes: MindSpore's products of few rows take longer than their "
+        "numbers and bytes at the rates of a calibration, which measures products of training steps (`products.md`); and a "
         "calibration has no operator that widens int8.",
         "",
         *heads,

@@ -162,7 +162,7 @@ def main() -> None:
             scores[case] = asked(task, checkpoint, *case)
             found[case] = perplexity(checkpoint, poems, *case)
             print(*case, *found[case], *scores[case][:2], flush=True)
-    exact, _, chosen = found["float32", "auto"][0], *scores["float32", "auto"][1:]
+    exact, chosen = found["float32", "auto"][0], scores["float32", "auto"][2]
     same = {case: float(np.mean(np.equal(of_case[2], chosen))) for case, of_case in scores.items()}
     lines = [
         f"A model of 1 million parameters (`--size embedded_tiny`), {arguments.steps} steps of {BATCH} x {MAX_TOKENS} tokens "

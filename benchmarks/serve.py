@@ -98,7 +98,7 @@ def processor_time(told):
 
 
 def line(n, prompt, answer, told):
-    """Of the table."""
+    """A row of the table."""
     times = f"{told['mean_ttft_ms']:.0f} ms | {told['mean_tpot_ms']:.0f} ms | {processor_time(told)}"
     return f"| {n} | {prompt} | {answer} | {told['output_throughput']:.1f} | {times} |"
 
@@ -207,10 +207,8 @@ def main():
     for (prompt, answer), of_case in zip(CASES, ours, strict=True):
         rows += [line(n, prompt, answer, told) for n, told in zip((1, 8), of_case, strict=True)]
         one, eight = of_case
-        ratio, cheaper = (
-            eight["output_throughput"] / one["output_throughput"],
-            one["processor_ms"] / eight["processor_ms"],
-        )
+        ratio = eight["output_throughput"] / one["output_throughput"]
+        cheaper = one["processor_ms"] / eight["processor_ms"]
         ratios.append(f"{prompt} in and {answer} out {ratio:.1f} times (processor time {cheaper:.1f})")
     rows += [line(f"{n}, {peer}", INPUT, OUTPUT, told) for n, told in zip((1, 8), peers, strict=False)]
     lines = [

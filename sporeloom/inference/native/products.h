@@ -176,7 +176,7 @@ typedef struct {
 static inline Ahead share_of_next(const Product *p, Group of, int64_t j, int64_t c, int64_t slice, int64_t bits,
                                   int64_t columns) {
   const int64_t row = p->k * bits / 8;
-  if (slice == p->k && bits == 8) /* in one stream: rows of bytes are short */
+  if (p->m <= GROUP && bits == 8) /* whole rows in one stream: those of bytes are short */
     return (Ahead){(const char *)p->w + (j + ROWS) * row + of.first * LINE, LINE, ROWS * LINE, of.count};
   int64_t next = c + slice < p->k ? j * row + (c + slice) * bits / 8 : (j + ROWS) * row;
   if (p->m == 1 && bits == 32) next = j * row + SOON; /* nothing but memory takes time */

@@ -116,7 +116,9 @@ static void product_w8a8_columns(const void *with, int64_t from, int64_t to) {
       switch (rows) {
         case 1: int_sums(x, p.stride, w, p.k, 1, sums); break;
         case 2: int_sums(x, p.stride, w, p.k, 2, sums); break;
+#if ROWS_OF_X > 3
         case 3: int_sums(x, p.stride, w, p.k, 3, sums); break;
+#endif
         default: int_sums(x, p.stride, w, p.k, ROWS_OF_X, sums);
       }
       for (int64_t a = 0; a < rows; ++a)

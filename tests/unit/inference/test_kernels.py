@@ -26,10 +26,11 @@ def call():
 @needs_compiler
 @pytest.mark.parametrize(
     ("rows", "columns"),
-    [*((n, 96) for n in (1, 2, 3, 4, 5, 8, 13, 16)), (3, 1104), (5, 1104), (8, 1104), (21, 1104), (70, 528)],
+    [*((n, 96) for n in (1, 2, 3, 4, 5, 8, 13, 16)), *((n, 1104) for n in (3, 5, 8, 21, 24, 25)), (70, 528)],
 )
 def test_products(call, rows, columns):
-    """More than 512 columns are worked on in slices, more than 64 rows in panels. Tolerances grow with what is added up."""
+    """Columns of more than a few rows are worked on in slices, of more than 24 in copies, more than 64 rows in panels.
+    Tolerances grow with what is added up."""
     random = np.random.default_rng(rows)
     x, w = (random.standard_normal((n, columns), np.float32) for n in (rows, 20))
     w8, scale = random.integers(-127, 128, (20, columns)).astype(np.int8), random.random(20, np.float32)
@@ -140,10 +141,15 @@ def test_threads_that_lose_their_core_change_no_bit(tmp_path):
 
 
 @needs_compiler
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_attention_of_single_queries(call, kv_heads):
+@pytest.mark.parametrize(("kv_heads", "width"), [(1, 32), (2, 32), (4, 32), (2, 16), (4, 64), (1, 112), (2, 240)])
+def test_attention_of_single_queries(call, kv_heads, width):
+    """Heads are mixed in eight vectors, in four and in single ones, as many as fit."""
     random = np.random.default_rng(kv_heads)
-    q, cache, new = random.standard_normal((3, 4, 1, 32), np.float32), (3, kv_heads, 37, 32), (3, kv_heads, 1, 32)
+    q, cache, new = (
+        random.standard_normal((3, 4, 1, width), np.float32),
+        (3, kv_heads, 37, width),
+        (3, kv_heads, 1, width),
+    )
     k, v, new_k, new_v = (random.standard_normal(shape, np.float32) for shape in (cache, cache, new, new))
     rows, slots = (2, 0, 1), np.zeros((3, kv_heads, 1, 3), np.int32)
     slots[..., 1] = np.arange(kv_heads)[:, None]
@@ -159,7 +165,7 @@ def test_attention_of_single_queries(call, kv_heads):
         np.testing.assert_array_equal(k[row, :, slots[place, 0, 0, 2]], new_k[place, :, 0])
         np.testing.assert_array_equal(v[row, :, slots[place, 0, 0, 2]], new_v[place, :, 0])
     keys, values = (np.repeat(np.nan_to_num(x[list(rows)]), 4 // kv_heads, 1).astype(np.float64) for x in (k, v))
-    scores = q.astype(np.float64) @ keys.swapaxes(-1, -2) / np.sqrt(32) + bias
+    scores = q.astype(np.float64) @ keys.swapaxes(-1, -2) / np.sqrt(width) + bias
     probs = np.exp(scores - scores.max(-1, keepdims=True))
     np.testing.assert_allclose(y, probs / probs.sum(-1, keepdims=True) @ values, rtol=1e-5, atol=1e-6)
 

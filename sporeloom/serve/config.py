@@ -32,7 +32,7 @@ from sporeloom.strategy.config import SINGLE_DEVICE, Strategy
 from sporeloom.strategy.loader import load_strategy
 
 PACKAGES = ("starlette", "uvicorn", "prometheus_client", "llguidance")
-CHUNK, MIXED_CHUNK = 64, 12
+CHUNK, MIXED_CHUNK = 64, 10
 """Tokens of a prompt between two tokens of the others; in mixed batches as many as let these take at most twice as long, at
 350M on two cores (benchmarks/serve.py)."""
 
